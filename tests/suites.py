@@ -1,0 +1,125 @@
+"""The whole suite: lint, then each folder of tests, in order, each within a budget of seconds that is held.
+
+`python tests/suites.py [suite ...]`. A suite that is over its budget is stopped and has failed, as has one that ran no
+test. The last line sums up every pytest run: `N passed, N failed`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parent.parent
+
+# Seconds on two cores, with room for a slow and busy machine; their sum is the promise of 15 minutes.
+BUDGETS_S = {
+    "lint": 90,
+    "architecture": 30,
+    "core": 75,
+    "sim": 180,
+    "wire": 60,
+    "kernels": 90,
+    "worker": 150,
+    "api": 75,
+    "system": 150,
+}
+LINT = (
+    ("ruff", "check", "."),
+    ("ruff", "format", "--check", "."),
+    ("mypy", "-p", "kilburn.shared", "-p", "kilburn.controller"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    suite: str
+    seconds: float
+    passed: int
+    failed: int
+    fault: str  # empty: none
+
+
+def run(command: list[str], budget_s: float) -> tuple[int | None, float]:
+    """Exit status (None: stopped at its budget) and seconds taken. What it started ends with it."""
+    begun = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        return process.wait(budget_s), time.monotonic() - begun
+    except subprocess.TimeoutExpired:
+        return None, time.monotonic() - begun
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # its session ended with it
+        process.wait()
+
+
+def lint(budget_s: float) -> Outcome:
+    taken_s, faults = 0.0, []
+    for tool, *words in LINT:
+        status, seconds = run([sys.executable, "-m", tool, *words], max(budget_s - taken_s, 0.1))
+        taken_s += seconds
+        if status != 0:
+            faults.append(f"{tool} {words[0]} " + ("is over the budget" if status is None else "found faults"))
+    return Outcome("lint", taken_s, 0, 0, "; ".join(faults))
+
+
+def counted(report: Path) -> tuple[int, int]:
+    """(passed, failed) of a JUnit file; a pytest that died half way has written none."""
+    if not report.exists():
+        return 0, 0
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    passed = failed = 0
+    for suite in suites:
+        bad = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        failed += bad
+        passed += int(suite.get("tests", 0)) - bad - int(suite.get("skipped", 0))
+    return passed, failed
+
+
+def tests(suite: str, budget_s: float) -> Outcome:
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-q", f"tests/{suite}", f"--junitxml={report}", "--durations=5", "-o", "junit_family=xunit2"]
+        status, seconds = run([sys.executable, "-m", "pytest", *words], budget_s)
+        passed, failed = counted(report)
+    match status:
+        case 0:
+            fault = ""
+        case None:
+            fault = f"over its budget of {budget_s:.0f} s"
+        case 5:
+            fault = "ran no test"
+        case _:
+            fault = f"pytest ended with {status}"
+    return Outcome(suite, seconds, passed, failed, fault)
+
+
+def main(names: list[str]) -> int:
+    unknown = [name for name in names if name not in BUDGETS_S]
+    if unknown:
+        print(f"no such suite: {', '.join(unknown)}; there are {', '.join(BUDGETS_S)}", file=sys.stderr)
+        return 2
+    outcomes = []
+    for suite in names or list(BUDGETS_S):
+        budget_s = BUDGETS_S[suite]
+        print(f"\n=== {suite} (at most {budget_s} s) ===", flush=True)
+        outcomes.append(lint(budget_s) if suite == "lint" else tests(suite, budget_s))
+    print(f"\n{'suite':<14}{'passed':>8}{'failed':>8}{'seconds':>9}{'budget':>8}")
+    for done in outcomes:
+        line = f"{done.suite:<14}{done.passed:>8}{done.failed:>8}{done.seconds:>9.1f}{BUDGETS_S[done.suite]:>8}"
+        print(f"{line}  {done.fault}".rstrip())
+    # A suite that failed as a whole (over budget, lint) counts as one failure, so that the last line never lies.
+    failed = sum(max(done.failed, 1 if done.fault else 0) for done in outcomes)
+    print(f"{sum(done.passed for done in outcomes)} passed, {failed} failed", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
