@@ -84,6 +84,7 @@ Event = Submit | Stop | Cancel | Arrived | Left | Tick | Shutdown
 class Refusal(Enum):
     """Why a request was turned away at the door. The edge gives each its HTTP status."""
 
+    EMPTY = "empty"  # a prompt of no tokens
     TOO_LONG = "too long"  # cannot fit the model's length, or any pool
     TOO_WIDE = "too wide"  # more sequences than rows or budget
     QUEUE_FULL = "queue full"
@@ -134,6 +135,15 @@ class Send:
     message: FromController
 
 
+@dataclass(slots=True)
+class Names:
+    """Blocks of a worker group that became findable by their digest, and digests that ceased to be. Hints."""
+
+    group: str
+    published: list[bytes]
+    withdrawn: list[bytes]
+
+
 class NoteKind(Enum):
     PREEMPTED = "preempted"
     LEASE_BEGAN = "lease began"
@@ -149,4 +159,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Send | Note
+Effect = Refused | Started | Emit | Finished | Send | Names | Note

@@ -1,0 +1,236 @@
+"""The blocks of one tier, and who they belong to.
+
+    FREE         nobody refers to it and its content means nothing
+    CACHED       nobody refers to it, but its content has a name and may be hit
+    OWNED        refs >= 1: so many block tables hold it
+    QUARANTINED  involved in a broken law; out of use until the lease ends
+
+Law: every block is in exactly one of the four; `refs` equals the number of tables that hold it; a digest names at most
+one block, which is CACHED or OWNED. A block is *writable* when it has one owner and no name.
+
+    take    FREE or (evicted) CACHED -> OWNED
+    share   CACHED or OWNED -> OWNED
+    drop    OWNED -> OWNED, CACHED or FREE
+
+Questions change nothing; commands cannot fail for a reason that a question could have answered.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kilburn.shared.types import LawBroken
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a full block is known by. The tokens and the parent are kept so that a collision is a miss."""
+
+    digest: bytes
+    parent: bytes
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class NameJournal:
+    """Digests that became findable, and digests that ceased to be, since somebody last looked."""
+
+    published: list[bytes] = field(default_factory=list)
+    withdrawn: list[bytes] = field(default_factory=list)
+
+
+class BlockPool:
+    """See the file's head. `order` is the order in which the first blocks are handed out (default: by id)."""
+
+    def __init__(self, num_blocks: int, order: Iterable[int] | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self.journal = NameJournal()
+        self._refs = [0] * num_blocks
+        self._taken_at = [0] * num_blocks  # the step whose plan last took the block
+        self._free: deque[int] = deque(range(num_blocks) if order is None else order)
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._quarantined: set[int] = set()
+        self._names: dict[int, Name] = {}
+        self._named: dict[bytes, int] = {}
+        self._num_owned = 0
+        self._num_refs = 0
+
+    # --- questions
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        return self._num_owned
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_refs(self) -> int:
+        """Entries of all tables: num_owned plus what sharing saves."""
+        return self._num_refs
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def is_writable(self, block: int) -> bool:
+        return self._refs[block] == 1 and block not in self._names
+
+    def is_cached(self, block: int) -> bool:
+        return block in self._cached
+
+    def name_of(self, block: int) -> Name | None:
+        return self._names.get(block)
+
+    def find(self, digest: bytes) -> int | None:
+        """The block with this name, which may be shared."""
+        return self._named.get(digest)
+
+    def held_since(self, block: int) -> int:
+        """The step whose plan last took the block: what a step >= this one read is what the block still holds."""
+        return self._taken_at[block]
+
+    def all_names(self) -> list[bytes]:
+        return list(self._named)
+
+    def suspects(self, tables: Iterable[Sequence[int]]) -> set[int]:
+        """Blocks whose count of owners differs from the tables that hold them, or that are also free or cached."""
+        holders = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                holders[block] += 1
+        unowned = {*self._free, *self._cached}
+        return {b for b, count in enumerate(holders) if count != self._refs[b] or (count and b in unowned)}
+
+    # --- commands
+
+    def take(self, num_blocks: int, step: int) -> list[int]:
+        """Blocks for one new owner, written by plans from `step` on. Evicts the least recently used where it must."""
+        if num_blocks > self.num_available:
+            raise LawBroken(f"{num_blocks} blocks taken of {self.num_available}: num_available was not asked")
+        return [self._take_one(step) for _ in range(num_blocks)]
+
+    def _take_one(self, step: int) -> int:
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.num_evictions += 1
+        self._refs[block] = 1
+        self._taken_at[block] = step
+        self._num_owned += 1
+        self._num_refs += 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One more table holds the block."""
+        if self._refs[block] == 0:
+            if block not in self._cached:
+                raise LawBroken(f"block {block} shared, though nobody owns it and it has no name")
+            del self._cached[block]
+            self._num_owned += 1
+        self._refs[block] += 1
+        self._num_refs += 1
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """A table lets go of its blocks, tails first, so that a prefix outlives what extends it."""
+        for block in reversed(blocks):
+            refs = self._refs[block]
+            if refs == 0:
+                raise LawBroken(f"block {block} dropped by a table that does not hold it")
+            self._refs[block] = refs - 1
+            self._num_refs -= 1
+            if refs > 1:
+                continue
+            self._num_owned -= 1
+            if block in self._names:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, name: Name) -> bool:
+        """Give a full block its name. False, and nothing happens, where another block has that name already."""
+        if self._refs[block] == 0:
+            raise LawBroken(f"block {block} named, though nobody owns it")
+        if name.digest in self._named or block in self._names:
+            return False
+        self._names[block] = name
+        self._named[name.digest] = block
+        self.journal.published.append(name.digest)
+        return True
+
+    def withdraw(self, block: int) -> None:
+        """The content is not to be trusted: no name, no further hits. Its owners, if any, keep it."""
+        if block in self._names:
+            self._forget(block)
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
+
+    def quarantine(self, block: int) -> None:
+        """Out of use until the lease ends, whoever holds it."""
+        self.withdraw(block)
+        if self._refs[block]:
+            self._num_refs -= self._refs[block]
+            self._refs[block] = 0
+            self._num_owned -= 1
+            self._quarantined.add(block)
+        elif block in self._free:
+            self._free.remove(block)
+            self._quarantined.add(block)
+
+    def _forget(self, block: int) -> None:
+        name = self._names.pop(block)
+        del self._named[name.digest]
+        self.journal.withdrawn.append(name.digest)
+
+    # --- laws
+
+    def check(self) -> None:
+        """The part of the law that costs nothing."""
+        total = len(self._free) + len(self._cached) + self._num_owned + len(self._quarantined)
+        if total != self.num_blocks or len(self._names) != len(self._named):
+            raise LawBroken(
+                f"{len(self._free)} free + {len(self._cached)} cached + {self._num_owned} owned + "
+                f"{len(self._quarantined)} quarantined are not {self.num_blocks} blocks"
+            )
+
+    def validate(self, tables: Iterable[Sequence[int]]) -> None:
+        """The whole law, counted anew from every table that holds blocks of this pool."""
+        holders = [0] * self.num_blocks
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise LawBroken(f"a table holds a block twice: {list(table)}")
+            for block in table:
+                holders[block] += 1
+        for block, count in enumerate(holders):
+            if count != self._refs[block]:
+                raise LawBroken(f"block {block} is held by {count} tables and says {self._refs[block]}")
+        owned = {block for block, count in enumerate(holders) if count}
+        groups = [set(self._free), set(self._cached), owned, self._quarantined]
+        if sum(map(len, groups)) != self.num_blocks or len(set().union(*groups)) != self.num_blocks:
+            raise LawBroken("a block is in two states, or in none")
+        if len(self._free) != len(groups[0]):
+            raise LawBroken("a block is free twice")
+        if not groups[1] <= self._names.keys() <= groups[1] | owned:
+            raise LawBroken("a name on a block that is neither cached nor owned, or a cached block without one")
+        if {block: name.digest for block, name in self._names.items()} != {b: d for d, b in self._named.items()}:
+            raise LawBroken("names and blocks do not agree")
+        if sum(holders) != self._num_refs:
+            raise LawBroken(f"{sum(holders)} table entries, counted {self._num_refs}")
+        self.check()

@@ -1,0 +1,468 @@
+"""The core's one door: events in, effects out, time an argument.
+
+    effects = engine.handle([Submit(...), Arrived(peer, StepResult(...))], now)
+
+    requests --> placement --> a home (lease + scheduler) --> plans, until its flight is full
+                     ^                |
+                     '-- homeless <---'  the lease ended: tokens are the truth, KV is lost, places in line are kept
+
+Every doubt about a worker (silence, a gap, a step past its deadline, an outcome that does not fit, a failed step) is
+treated in one way: its lease ends, and its requests go where they fit or wait `recovery_s` for a new Hello.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from kilburn.controller.core import policy
+from kilburn.controller.core.block_pool import BlockPool, NameJournal
+from kilburn.controller.core.events import (
+    Arrived,
+    Cancel,
+    Effect,
+    Event,
+    Finished,
+    Left,
+    Names,
+    Note,
+    NoteKind,
+    Refusal,
+    Refused,
+    Send,
+    Shutdown,
+    Started,
+    Stop,
+    Submit,
+    Tick,
+)
+from kilburn.controller.core.lease import Lease, LeaseState
+from kilburn.controller.core.placement import Home, choose
+from kilburn.controller.core.prefix_index import PrefixIndex
+from kilburn.controller.core.scheduler import Counters, Disagreement, Scheduler
+from kilburn.controller.core.sequence import Group, Place, State
+from kilburn.controller.core.snapshot import GroupSnapshot, Snapshot
+from kilburn.shared.digest import BlockHasher
+from kilburn.shared.messages import (
+    Beat,
+    Drain,
+    FromController,
+    Gone,
+    Goodbye,
+    Hello,
+    Reject,
+    StepDone,
+    StepFailed,
+    StepResult,
+    Welcome,
+)
+from kilburn.shared.types import FinishReason, LawBroken
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    depth: int = 2  # plans under way per worker group
+    max_step_tokens: int = 1 << 20  # positions per plan; the worker's own bound counts too
+    beat_s: float = 0.5
+    silence_s: float = 5.0
+    step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
+    recovery_s: float = 60.0  # how long a request waits for a worker group
+    max_waiting: int = 1024  # requests that have not been admitted
+
+
+@dataclass(slots=True)
+class _Homeless:
+    group: Group
+    since: float
+
+
+class Engine:
+    """See the file's head. Not thread-safe, not async; knows no text, no sockets and no clock."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        new_pool: Callable[[int], BlockPool] = BlockPool,
+    ) -> None:
+        self.settings = settings
+        self._new_pool = new_pool
+        self._homes: dict[bytes, Home] = {}
+        self._groups: dict[int, Group] = {}
+        self._placed: dict[int, Home] = {}
+        self._homeless: list[_Homeless] = []
+        self._model_digest: bytes | None = None
+        self._num_arrivals = 0
+        self._leases_began = self._leases_ended = self._laws_broken = 0
+        self._is_closing = False
+
+    # --- the door
+
+    def handle(self, events: Sequence[Event], now: float) -> list[Effect]:
+        """Take note of what happened, and say what to do. Raises LawBroken: a bug, see `contain`."""
+        effects: list[Effect] = []
+        for event in events:
+            self._take(event, now, effects)
+        self._pass_time(now, effects)
+        self._settle(now, effects)
+        for home in self._homes.values():
+            self._plan(home, now, effects)
+            self._report_names(home, effects)
+            home.scheduler.pool.check()
+        if self._is_closing and not self._groups:
+            self._drain(effects)
+        return effects
+
+    @property
+    def deadline(self) -> float | None:
+        """When a Tick is wanted, if nothing else happens before."""
+        times = [homeless.since + self.settings.recovery_s for homeless in self._homeless]
+        for home in self._homes.values():
+            times.append(home.lease.deadline)
+            if home.scheduler.flights:
+                times.append(self._step_deadline(home))
+        return min(times, default=None)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._groups
+
+    def room_for(self, num_prompt: int, n: int) -> int | None:
+        """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
+
+        Zero or less: the prompt itself does not fit.
+        """
+        rooms = [
+            min(
+                home.scheduler.max_len,
+                policy.longest_limit(num_prompt, n, home.scheduler.pool.num_blocks, home.scheduler.block_size) + 1,
+            )
+            - num_prompt
+            for home in self._homes.values()
+        ]
+        return max(rooms, default=None)
+
+    # --- events
+
+    def _take(self, event: Event, now: float, effects: list[Effect]) -> None:
+        match event:
+            case Arrived(peer, message):
+                self._arrived(peer, message, now, effects)
+            case Submit():
+                self._submit(event, now, effects)
+            case Stop(request_id, index):
+                self._stop(request_id, index, effects)
+            case Cancel(request_id):
+                self._cancel(request_id)
+            case Left(peer, reason):
+                self._end_lease(peer, reason, now, effects)
+            case Shutdown():
+                self._is_closing = True
+            case Tick():
+                pass
+
+    def _submit(self, submit: Submit, now: float, effects: list[Effect]) -> None:
+        refused = self._refusal(submit)
+        if refused is not None:
+            effects.append(refused)
+            return
+        self._num_arrivals += 1
+        place = Place(submit.priority, self._num_arrivals)
+        group = Group(
+            submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, submit.salt
+        )
+        if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
+            effects.append(Started(submit.request_id, 0))
+            effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
+            return
+        self._groups[submit.request_id] = group
+        self._homeless.append(_Homeless(group, now))
+
+    def _refusal(self, submit: Submit) -> Refused | None:
+        def refuse(refusal: Refusal, message: str) -> Refused:
+            return Refused(submit.request_id, refusal, message)
+
+        if self._is_closing:
+            return refuse(Refusal.SHUTTING_DOWN, "the server is shutting down")
+        if not submit.prompt:
+            return refuse(Refusal.EMPTY, "the prompt has no tokens")
+        num_waiting = len(self._homeless) + sum(len(home.scheduler.waiting) for home in self._homes.values())
+        if num_waiting >= self.settings.max_waiting:
+            return refuse(Refusal.QUEUE_FULL, f"{num_waiting} requests are waiting; try again later")
+        schedulers = [home.scheduler for home in self._homes.values()]
+        num_prompt, limit = len(submit.prompt), len(submit.prompt) + submit.max_tokens - 1
+        if not schedulers or any(scheduler.fits(num_prompt, limit, submit.n) for scheduler in schedulers):
+            return None
+        if not any(scheduler.fits_width(submit.n) for scheduler in schedulers):
+            widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
+            return refuse(Refusal.TOO_WIDE, f"n is {submit.n}, and at most {widest} sequences can run together")
+        room = self.room_for(num_prompt, submit.n) or 0
+        if room <= 0:
+            return refuse(Refusal.TOO_LONG, f"the prompt has {num_prompt} tokens and leaves no room for an answer")
+        return refuse(
+            Refusal.TOO_LONG,
+            f"the prompt has {num_prompt} tokens and max_tokens is {submit.max_tokens}: at most {room} fit",
+        )
+
+    def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
+        group, home = self._groups.get(request_id), self._placed.get(request_id)
+        if group is None:
+            return
+        if home is not None:
+            home.scheduler.stop(group, index, effects)
+            self._forget_ended(home)
+            return
+        for sequence in list(group.live):
+            if sequence.index == index and group.has_forked:
+                sequence.move(State.FINISHED)
+                group.live.remove(sequence)
+                effects.append(Finished(request_id, index, FinishReason.STOP))
+        if not group.live:
+            self._drop_homeless(group)
+
+    def _cancel(self, request_id: int) -> None:
+        group, home = self._groups.get(request_id), self._placed.get(request_id)
+        if group is None:
+            return
+        if home is not None:
+            home.scheduler.cancel(group)
+            self._forget_ended(home)
+        else:
+            for sequence in group.live:
+                sequence.move(State.FINISHED)
+            self._drop_homeless(group)
+
+    def _drop_homeless(self, group: Group) -> None:
+        self._homeless = [homeless for homeless in self._homeless if homeless.group is not group]
+        del self._groups[group.request_id]
+
+    def _forget_ended(self, home: Home) -> None:
+        for group in home.scheduler.ended:
+            del self._groups[group.request_id]
+            del self._placed[group.request_id]
+        home.scheduler.ended.clear()
+
+    # --- workers
+
+    def _arrived(self, peer: bytes, message: object, now: float, effects: list[Effect]) -> None:
+        if isinstance(message, Hello):
+            self._hello(peer, message, now, effects)
+            return
+        home = self._homes.get(peer)
+        lease = getattr(message, "lease", None)
+        if home is None or (lease is not None and lease != home.lease.id):
+            if home is None and lease is not None:
+                effects.append(Send(peer, Gone(lease, "this lease is over")))
+            return
+        home.lease.heard(now)
+        match message:
+            case StepResult():
+                self._result(home, message, now, effects)
+            case StepFailed(reason=reason):
+                self._end_lease(peer, f"a step failed: {reason}", now, effects)
+            case Goodbye(reason=reason):
+                self._end_lease(peer, f"the worker left: {reason}", now, effects)
+            case StepDone():
+                self._end_lease(peer, "a step was confirmed by a rank that this group does not have", now, effects)
+            case Beat():
+                pass
+
+    def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
+        for other, home in list(self._homes.items()):
+            if other == peer or home.lease.hello.name == hello.name:
+                self._end_lease(other, "the worker said Hello again", now, effects)
+        reason = self._objection(hello)
+        if reason is not None:
+            effects.append(Send(peer, Reject(reason)))
+            return
+        self._model_digest = hello.model_digest
+        self._leases_began += 1
+        settings = self.settings
+        lease = Lease(self._leases_began, peer, hello, settings.beat_s, settings.silence_s, now)
+        pool = self._new_pool(hello.num_blocks)
+        hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
+        index = PrefixIndex(pool, hasher, hello.layout.block_size)
+        self._homes[peer] = Home(lease, Scheduler(hello, index, pool, lease.id, settings.max_step_tokens))
+        lease.move(LeaseState.READY)
+        welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
+        effects.append(Send(peer, welcome))
+        effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
+
+    def _objection(self, hello: Hello) -> str | None:
+        if self._is_closing:
+            return "the controller is shutting down"
+        if hello.world != 1 or hello.rank != 0:
+            return "this controller serves worker groups of one rank"
+        if hello.num_blocks < 1:
+            return "a worker needs at least one block; raise --kv-memory"
+        if self._model_digest not in (None, hello.model_digest):
+            return "this controller serves another model; start a controller for each"
+        return None
+
+    def _result(self, home: Home, result: StepResult, now: float, effects: list[Effect]) -> None:
+        flights = home.scheduler.flights
+        expected = flights[0].step if flights else None
+        if result.step != expected:
+            if expected is not None and result.step < expected:
+                return  # a result that has been committed already
+            self._end_lease(home.lease.peer, f"step {result.step} answered, expected {expected}", now, effects)
+            return
+        try:
+            home.scheduler.commit(result, now, effects)
+        except Disagreement as doubt:
+            self._forget_ended(home)
+            self._end_lease(home.lease.peer, str(doubt), now, effects)
+            return
+        self._forget_ended(home)
+
+    def _end_lease(self, peer: bytes, reason: str, now: float, effects: list[Effect]) -> None:
+        home = self._homes.pop(peer, None)
+        if home is None:
+            return
+        home.lease.move(LeaseState.GONE)
+        self._leases_ended += 1
+        effects.append(Send(peer, Gone(home.lease.id, reason)))
+        effects.append(Note(NoteKind.LEASE_ENDED, f"lease {home.lease.id}: {reason}"))
+        names = home.scheduler.pool.all_names()
+        if names:
+            effects.append(Names(home.lease.hello.name, [], names))
+        for group in home.scheduler.evacuate():
+            del self._placed[group.request_id]
+            self._homeless.append(_Homeless(group, now))
+
+    # --- what time and room bring about
+
+    def _pass_time(self, now: float, effects: list[Effect]) -> None:
+        for peer, home in list(self._homes.items()):
+            home.lease.doubt(now)
+            if home.lease.is_silent(now):
+                self._end_lease(peer, f"silent for {self.settings.silence_s:g} s", now, effects)
+            elif home.scheduler.flights and now >= self._step_deadline(home):
+                step = home.scheduler.flights[0].step
+                self._end_lease(peer, f"step {step} took over {self.settings.step_deadline_s:g} s", now, effects)
+            elif home.lease.is_beat_due(now):
+                home.lease.beaten(now)
+                effects.append(Send(peer, Beat(home.lease.id, home.scheduler.counters.steps)))
+
+    def _step_deadline(self, home: Home) -> float:
+        since = max(home.scheduler.flights[0].sent_at, home.scheduler.last_commit_at)
+        return since + self.settings.step_deadline_s
+
+    def _settle(self, now: float, effects: list[Effect]) -> None:
+        """A home for each group without one, in order of place; a word to those who have waited too long."""
+        remaining: list[_Homeless] = []
+        for homeless in sorted(self._homeless, key=lambda h: h.group.place):
+            group = homeless.group
+            home = choose(self._homes.values(), group)
+            if home is not None:
+                self._placed[group.request_id] = home
+                home.scheduler.enqueue(group)
+            elif now >= homeless.since + self.settings.recovery_s:
+                self._give_up(group, effects)
+            else:
+                remaining.append(homeless)
+        self._homeless = remaining
+
+    def _give_up(self, group: Group, effects: list[Effect]) -> None:
+        message = f"no worker could take the request within {self.settings.recovery_s:g} s"
+        del self._groups[group.request_id]
+        if group.has_started:
+            effects.extend(Finished(group.request_id, i, FinishReason.ERROR, message) for i in group.indices())
+        else:
+            effects.append(Refused(group.request_id, Refusal.NO_WORKER, message))
+        for sequence in group.live:
+            sequence.move(State.FINISHED)
+
+    def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
+        scheduler = home.scheduler
+        while len(scheduler.flights) < self.settings.depth:
+            plan = scheduler.plan(now, effects)
+            if plan is None:
+                break
+            effects.append(Send(home.lease.peer, plan))
+        if scheduler.ended:
+            self._forget_ended(home)
+
+    def _report_names(self, home: Home, effects: list[Effect]) -> None:
+        journal = home.scheduler.pool.journal
+        if journal.published or journal.withdrawn:
+            effects.append(Names(home.lease.hello.name, journal.published, journal.withdrawn))
+            home.scheduler.pool.journal = NameJournal()
+
+    def _drain(self, effects: list[Effect]) -> None:
+        for home in self._homes.values():
+            if home.lease.state is not LeaseState.DRAINING:
+                home.lease.move(LeaseState.DRAINING)
+                message: FromController = Drain(home.lease.id)
+                effects.append(Send(home.lease.peer, message))
+
+    # --- for onlookers, and for the day a law is broken
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            groups=tuple([_group_snapshot(home) for home in self._homes.values()]),
+            requests=len(self._groups),
+            homeless_requests=len(self._homeless),
+            leases_began=self._leases_began,
+            leases_ended=self._leases_ended,
+            laws_broken=self._laws_broken,
+            is_closing=self._is_closing,
+        )
+
+    def validate(self) -> None:
+        """Every law, counted anew. Raises LawBroken."""
+        for home in self._homes.values():
+            home.scheduler.validate()
+        placed = {
+            g.request_id for home in self._homes.values() for g in home.scheduler.running + home.scheduler.waiting
+        }
+        homeless = {entry.group.request_id for entry in self._homeless}
+        if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
+            raise LawBroken("a request is in two places, or in none")
+        if len(self._homeless) != len(homeless):
+            raise LawBroken("a request waits for a home twice")
+
+    def contain(self, now: float) -> list[Effect]:
+        """After LawBroken: fail the requests whose blocks are not as they should be, and recompute all others.
+
+        Their blocks are out of use at once, and for good with the lease, which ends for every worker group whose
+        laws do not hold.
+        """
+        self._laws_broken += 1
+        effects: list[Effect] = []
+        for peer, home in list(self._homes.items()):
+            try:
+                home.scheduler.validate()
+            except LawBroken as broken:
+                effects.append(Note(NoteKind.LAW_BROKEN, str(broken)))
+                home.scheduler.fail_suspects(effects)
+                self._forget_ended(home)
+                self._end_lease(peer, "a law of the block pool was broken", now, effects)
+        return effects
+
+
+def _group_snapshot(home: Home) -> GroupSnapshot:
+    lease, scheduler = home.lease, home.scheduler
+    pool, hello = scheduler.pool, home.lease.hello
+    sequences = [sequence for group in scheduler.running for sequence in group.live]
+    counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
+    return GroupSnapshot(
+        name=hello.name,
+        lease=lease.id,
+        state=lease.state,
+        pid=hello.pid,
+        block_size=scheduler.block_size,
+        bytes_per_block=hello.layout.bytes_per_block,
+        max_len=scheduler.max_len,
+        num_blocks=pool.num_blocks,
+        free_blocks=pool.num_free,
+        cached_blocks=pool.num_cached,
+        owned_blocks=pool.num_owned,
+        quarantined_blocks=pool.num_quarantined,
+        shared_refs=pool.num_refs - pool.num_owned,
+        filled_slots=sum(sequence.num_computed for sequence in sequences),
+        owned_slots=sum(sequence.capacity for sequence in sequences),
+        running_requests=len(scheduler.running),
+        waiting_requests=len(scheduler.waiting),
+        running_sequences=len(sequences),
+        flights=len(scheduler.flights),
+        evictions=pool.num_evictions,
+        **counters,
+    )

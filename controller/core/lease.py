@@ -1,0 +1,87 @@
+"""A worker group's right to hold blocks and get plans.
+
+    heard_at --- silence_s / 2 --> SUSPECT (no new requests are placed there) --- silence_s --> GONE
+
+A lease ends once and for ever; whatever its worker says afterwards carries an old number and is dropped. The worker
+comes back by a new Hello, with empty pools.
+"""
+
+from enum import Enum
+
+from kilburn.shared.messages import Hello
+from kilburn.shared.types import LawBroken
+
+
+class LeaseState(Enum):
+    JOINING = "joining"
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+MOVES: dict[LeaseState, dict[LeaseState, str]] = {
+    LeaseState.JOINING: {LeaseState.READY: "all ranks said Hello", LeaseState.GONE: "a rank left"},
+    LeaseState.READY: {
+        LeaseState.SUSPECT: "half the silence allowed",
+        LeaseState.DRAINING: "shutting down, and nothing is left to do",
+        LeaseState.GONE: "any doubt",
+    },
+    LeaseState.SUSPECT: {
+        LeaseState.READY: "heard again",
+        LeaseState.DRAINING: "shutting down, and nothing is left to do",
+        LeaseState.GONE: "silence, or any doubt",
+    },
+    LeaseState.DRAINING: {LeaseState.GONE: "the worker left"},
+    LeaseState.GONE: {},
+}
+if MOVES.keys() != set(LeaseState):
+    raise LawBroken("a lease state without a row in the table of moves")
+
+
+class Lease:
+    """Of one peer, from its Hello on."""
+
+    __slots__ = ("beat_s", "heard_at", "hello", "id", "next_beat_at", "peer", "silence_s", "state")
+
+    def __init__(self, id: int, peer: bytes, hello: Hello, beat_s: float, silence_s: float, now: float) -> None:
+        self.id, self.peer, self.hello = id, peer, hello
+        self.beat_s, self.silence_s = beat_s, silence_s
+        self.state = LeaseState.JOINING
+        self.heard_at = now
+        self.next_beat_at = now + beat_s
+
+    def move(self, to: LeaseState) -> None:
+        """The one door between states."""
+        if to not in MOVES[self.state]:
+            raise LawBroken(f"no move from {self.state.value} to {to.value} for lease {self.id}")
+        self.state = to
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.state is LeaseState.READY
+
+    def heard(self, now: float) -> None:
+        self.heard_at = now
+        if self.state is LeaseState.SUSPECT:
+            self.move(LeaseState.READY)
+
+    def is_silent(self, now: float) -> bool:
+        return now >= self.heard_at + self.silence_s
+
+    def doubt(self, now: float) -> None:
+        """Called as time passes: half the silence makes a lease suspect."""
+        if self.state is LeaseState.READY and now >= self.heard_at + self.silence_s / 2:
+            self.move(LeaseState.SUSPECT)
+
+    def is_beat_due(self, now: float) -> bool:
+        return now >= self.next_beat_at
+
+    def beaten(self, now: float) -> None:
+        self.next_beat_at = now + self.beat_s
+
+    @property
+    def deadline(self) -> float:
+        """When time alone will next change something here."""
+        doubt = self.heard_at + self.silence_s * (0.5 if self.state is LeaseState.READY else 1.0)
+        return min(doubt, self.next_beat_at)

@@ -1,0 +1,57 @@
+"""Finding computed prefixes by name.
+
+    tokens    [ a b c d ][ e f g h ][ i j         bs = 4
+    digests      D0   ------> D1                  D1 = H(D0, e f g h)
+
+A name stands for a block's tokens and for everything before it, so equal blocks after different pasts never alias. A
+hit compares the stored tokens and the parent too: a collision is a miss. The last token is never hit, since the logits
+at its position are what a sequence comes for.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kilburn.controller.core.block_pool import BlockPool, Name
+from kilburn.shared.digest import ROOT
+
+
+class Hasher(Protocol):
+    def digest(self, parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes: ...
+
+
+class PrefixIndex:
+    """What of a prompt is already in the pool. Digests of a sequence are kept by the sequence, as `chain`."""
+
+    def __init__(self, pool: BlockPool, hasher: Hasher, block_size: int) -> None:
+        self._pool, self._hasher, self._block_size = pool, hasher, block_size
+
+    def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int, salt: bytes) -> None:
+        """Make `chain` hold the digests of the first `num_blocks` full blocks of `tokens`."""
+        size = self._block_size
+        for i in range(len(chain), num_blocks):
+            parent = chain[i - 1] if i else ROOT
+            chain.append(self._hasher.digest(parent, tokens[i * size : (i + 1) * size], b"" if i else salt))
+
+    def match(self, chain: list[bytes], tokens: Sequence[int], salt: bytes) -> list[int]:
+        """The longest run of leading blocks that the pool holds, without the block of the newest token."""
+        size, found = self._block_size, list[int]()
+        for i in range((len(tokens) - 1) // size):
+            self.extend(chain, tokens, i + 1, salt)
+            block = self._pool.find(chain[i])
+            name = self._pool.name_of(block) if block is not None else None
+            if block is None or name is None or name.parent != (chain[i - 1] if i else ROOT):
+                break
+            if name.tokens != tuple(tokens[i * size : (i + 1) * size]):
+                break
+            found.append(block)
+        return found
+
+    def publish(
+        self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, salt: bytes
+    ) -> None:
+        """Name the full blocks from number `first` on: all of blocks[first:] are full and committed."""
+        size = self._block_size
+        self.extend(chain, tokens, len(blocks), salt)
+        for i in range(first, len(blocks)):
+            parent = chain[i - 1] if i else ROOT
+            self._pool.publish(blocks[i], Name(chain[i], parent, tuple(tokens[i * size : (i + 1) * size])))

@@ -1,0 +1,560 @@
+"""Who computes what next on one worker group, and what became of it.
+
+    plan()    moves num_planned, takes blocks, preempts where none are left   -> StepPlan, a Flight is remembered
+    commit()  moves num_computed, appends tokens, names full blocks, forks    -> effects
+
+Up to `depth` plans are under way at once: planning needs counts, not values. A plan is filled in three passes, always
+in order of place (priority, then arrival): the sequences that go on by one token, then the rest of prompts, then
+those who wait. Only the first pass can run out of blocks, since admission takes the blocks of all tokens known by then; so a
+victim, the last in line, never has work in the plan that preempts it.
+
+The worker runs plans as if each ran alone, in order. So blocks and rows are free the moment the core lets go of them,
+although a plan in flight may still write them: whoever gets them writes later.
+"""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from kilburn.controller.core.block_pool import BlockPool
+from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.events import Effect, Emit, Finished, Note, NoteKind, Started
+from kilburn.controller.core.policy import Need, most_blocks, victim
+from kilburn.controller.core.prefix_index import PrefixIndex
+from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.shared.messages import Admit, Hello, KvLost, RowLogprobs, StepPlan, StepResult
+from kilburn.shared.types import FinishReason, LawBroken, Tier
+
+
+class Disagreement(Exception):
+    """The worker's outcomes do not fit the plan. Ends the lease."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan whose result is not back: whose rows advanced, in which life, by how much."""
+
+    step: int
+    sent_at: float
+    sequences: list[Sequence]
+    epochs: list[int]
+    counts: list[int]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the lease began. Only ever grow."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    block_copies: int = 0
+    worker_idle_s: float = 0.0
+    worker_apply_s: float = 0.0
+    worker_forward_s: float = 0.0
+    worker_sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan being filled."""
+
+    step: int
+    budget: int  # positions that may still be planned
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
+    chunk_counts: list[int] = field(default_factory=list)
+    grown_at: list[int] = field(default_factory=list)  # indices into decodes
+    grown_blocks: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    has_preempted: bool = False
+
+
+class Scheduler:
+    """The groups placed on one worker group, and its block pool."""
+
+    def __init__(self, hello: Hello, index: PrefixIndex, pool: BlockPool, lease: int, max_step_tokens: int) -> None:
+        self.pool, self.index = pool, index
+        self.lease = lease
+        self.block_size = hello.layout.block_size
+        self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
+        self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
+        self.running: list[Group] = []  # in order of place
+        self.waiting: list[Group] = []  # in order of place
+        self.flights: deque[Flight] = deque()
+        self.last_commit_at = 0.0
+        self.counters = Counters()
+        self._free_rows = list(range(hello.max_rows - 1, -1, -1))
+        self._next_step = 1
+        self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
+        self.ended: list[Group] = []  # groups with nothing left to do, for the engine to forget
+        # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
+        self._watermark = pool.num_blocks // 100
+
+    # --- the door
+
+    def fits(self, num_prompt: int, limit: int, n: int) -> bool:
+        """Whether a group can ever run here, alone if need be."""
+        usable = self.pool.num_blocks - self.pool.num_quarantined
+        return self.fits_length(limit) and self.fits_width(n) and self.most_blocks(num_prompt, limit, n) <= usable
+
+    def fits_length(self, limit: int) -> bool:
+        return limit + 1 <= self.max_len
+
+    def fits_width(self, n: int) -> bool:
+        return n <= min(self.max_rows, self.max_step_tokens)
+
+    def most_blocks(self, num_prompt: int, limit: int, n: int) -> int:
+        return most_blocks(num_prompt, limit, n, self.block_size)
+
+    def enqueue(self, group: Group) -> None:
+        insort(self.waiting, group, key=lambda g: g.place)
+
+    @property
+    def load(self) -> int:
+        """Sequences here, for placement."""
+        return self.max_rows - len(self._free_rows) + sum(group.width for group in self.waiting)
+
+    # --- plan
+
+    def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
+        """The next step, or None where nothing can be planned now."""
+        draft = _Draft(self._next_step, self.max_step_tokens)
+        self._plan_chunks(draft, self._plan_decodes(draft, effects))
+        if not draft.has_preempted:
+            self._plan_admissions(draft, effects)
+        sequences = draft.chunks + draft.decodes
+        if not sequences:
+            return None
+        num_chunks = len(draft.chunks)
+        counts = draft.chunk_counts + [1] * len(draft.decodes)
+        self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts))
+        self._next_step += 1
+        self.counters.steps += 1
+        return StepPlan(
+            lease=self.lease,
+            step=draft.step,
+            rows=[s.row for s in sequences],
+            counts=counts,
+            grown_at=[at + num_chunks for at in draft.grown_at],
+            grown_blocks=draft.grown_blocks,
+            admits=draft.admits,
+            copies=draft.copies,
+        )
+
+    def _plan_decodes(self, draft: _Draft, effects: list[Effect]) -> list[Sequence]:
+        """One position for each sequence that has only its newest token to compute. Returns those that have more."""
+        longer: list[Sequence] = []
+        place = 0
+        while place < len(self.running):
+            group = self.running[place]
+            was_granted = False
+            for sequence in group.live:
+                planned = sequence.num_planned
+                if planned >= sequence.plan_end:
+                    continue
+                if len(sequence.tokens) - planned > 1:
+                    longer.append(sequence)
+                    continue
+                if draft.budget == 0:
+                    return longer
+                if sequence.is_fresh or planned == sequence.capacity:
+                    if not self._make_room(draft, sequence, place, was_granted, effects):
+                        continue  # it waits for blocks, or its group has just left the list
+                    self._admit_fresh(draft, sequence)
+                draft.decodes.append(sequence)
+                sequence.num_planned = planned + 1
+                draft.budget -= 1
+                was_granted = True
+            place += 1
+        return longer
+
+    def _plan_chunks(self, draft: _Draft, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if draft.budget and sequence.state is State.RUNNING:
+                self._plan_chunk(draft, sequence)
+
+    def _plan_chunk(self, draft: _Draft, sequence: Sequence) -> None:
+        """As much of the known tokens as the budget allows. Their blocks are there since admission."""
+        planned = sequence.num_planned
+        count = min(len(sequence.tokens), sequence.plan_end) - planned
+        count = min(count, draft.budget)
+        self._admit_fresh(draft, sequence)
+        draft.chunks.append(sequence)
+        draft.chunk_counts.append(count)
+        sequence.num_planned = planned + count
+        draft.budget -= count
+
+    def _make_room(
+        self, draft: _Draft, sequence: Sequence, place: int, was_granted: bool, effects: list[Effect]
+    ) -> bool:
+        """A writable slot for the next position: a new block, or a copy of a shared one. May preempt."""
+        table, planned = _table(sequence), sequence.num_planned
+        is_full = planned == sequence.capacity
+        at = planned // self.block_size
+        if not is_full and self.pool.is_writable(table.blocks[at]):
+            return True
+        while self.pool.num_available == 0:
+            loser = victim(self.running, place, was_granted)
+            if loser is None:
+                return False
+            if loser is sequence.group and len(self.running) == 1:
+                self._fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
+                return False
+            self._preempt(loser, draft, effects)
+            if loser is sequence.group:
+                return False
+        if is_full:
+            taken = table.grow(1, draft.step)
+            sequence.capacity += self.block_size
+            if not sequence.is_fresh:  # an Admit carries the whole table
+                draft.grown_at.append(len(draft.decodes))
+                draft.grown_blocks.extend(taken)
+        else:
+            copy = table.make_writable(at, draft.step)
+            if copy is not None:
+                draft.copies.append(copy)
+                self.counters.block_copies += 1
+                if not sequence.is_fresh:
+                    raise LawBroken(f"the table of {sequence} changes under its row")
+        return True
+
+    def _admit_fresh(self, draft: _Draft, sequence: Sequence) -> None:
+        """Begin a new life on the row where one is due."""
+        if not sequence.is_fresh:
+            return
+        if sequence.num_planned != sequence.num_computed:
+            raise LawBroken(f"{sequence} admitted anew with work in flight")
+        start, sampling = sequence.num_computed, sequence.sampling
+        draft.admits.append(
+            Admit(
+                row=sequence.row,
+                start=start,
+                num_prompt=sequence.num_prompt,
+                tokens=tuple(sequence.tokens[start:]),
+                history=tuple(sequence.tokens[:start]) if sampling.needs_history else (),
+                blocks=tuple(_table(sequence).blocks),
+                sampling=sampling,
+            )
+        )
+        sequence.epoch += 1
+        sequence.is_fresh = False
+
+    # --- admission and preemption
+
+    def _plan_admissions(self, draft: _Draft, effects: list[Effect]) -> None:
+        """From the head of the line only: whoever does not fit holds up those behind, and so is never overtaken."""
+        while draft.budget and self.waiting:
+            group = self.waiting[0]
+            now_so = (group.request_id, self.pool.num_available, bool(self.running))
+            if group.width > len(self._free_rows) or self._stuck == now_so:
+                return
+            hits = [self._hits(sequence) for sequence in group.live]
+            need = Need(group, hits, self.block_size)
+            spare = self.pool.num_available - need.num_blocks(self.pool)
+            if spare < (self._watermark if self.running else 0):
+                self._stuck = now_so
+                if self.running:
+                    return
+                self._fail(group, "the block pool is too small for this request; raise --kv-memory", effects)
+                continue
+            self._stuck = None
+            self._admit(draft, group, need, effects)
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        return self.index.match(sequence.chain, sequence.tokens, sequence.group.salt)
+
+    def _admit(self, draft: _Draft, group: Group, need: Need, effects: list[Effect]) -> None:
+        """Rows, tables and first chunks for the sequences of a group."""
+        self.waiting.pop(0)
+        insort(self.running, group, key=lambda g: g.place)
+        tables = [BlockTable(self.pool) for _ in group.live]
+        for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
+            if not need.follows(i):
+                table.adopt(need.hits[i])
+        leader = group.live[0]
+        for i, (sequence, table) in enumerate(zip(group.live, tables, strict=True)):
+            num_hit = 0 if need.follows(i) else len(table.blocks) * self.block_size
+            table.grow(need.taken[i], draft.step)
+            plan_end = sequence.limit if group.has_forked else min(sequence.limit, sequence.num_prompt)
+            if need.follows(i):
+                plan_end = 0
+            row = self._free_rows.pop()
+            sequence.start(row, table, num_hit, len(table.blocks) * self.block_size, plan_end)
+            if need.follows(i):
+                leader.followers.append(sequence)
+        group.reserved_rows = [self._free_rows.pop() for _ in range(group.width - len(group.live))]
+        self._count_admission(group, need, effects)
+        for sequence in list(group.live):
+            if sequence.num_computed >= sequence.limit:
+                self._end(sequence, FinishReason.LENGTH, effects)
+            elif draft.budget and sequence.plan_end > sequence.num_planned:
+                self._plan_chunk(draft, sequence)
+
+    def _count_admission(self, group: Group, need: Need, effects: list[Effect]) -> None:
+        num_hit = len(need.hits[0]) * self.block_size
+        if not group.has_started:
+            group.has_started = True
+            self.counters.prompt_tokens += group.live[0].num_prompt
+            effects.append(Started(group.request_id, num_hit))
+        self.counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
+        self.counters.prefix_hit_tokens += sum(len(found) for found in need.hits) * self.block_size
+
+    def _preempt(self, group: Group, draft: _Draft | None, effects: list[Effect]) -> None:
+        """By recompute: the group goes back to its place in the line with its tokens and nothing else."""
+        self._take_off(group, State.WAITING)
+        self.enqueue(group)
+        self.counters.preemptions += 1
+        if draft is not None:
+            draft.has_preempted = True
+        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}"))
+
+    def _take_off(self, group: Group, to: State) -> None:
+        """The whole group leaves its rows and blocks."""
+        self.running.remove(group)
+        for sequence in group.live:
+            self._free_rows.append(sequence.leave(to))
+        self._free_rows.extend(group.reserved_rows)
+        group.reserved_rows = []
+
+    def evacuate(self) -> list[Group]:
+        """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
+        groups = [*self.running, *self.waiting]
+        for group in list(self.running):
+            self._take_off(group, State.WAITING)
+        for group in groups:
+            for sequence in group.live:
+                sequence.chain = []  # the next worker may have blocks of another size
+        self.waiting = []
+        self.flights.clear()
+        return groups
+
+    # --- commit
+
+    def commit(self, result: StepResult, now: float, effects: list[Effect]) -> None:
+        """The oldest flight has landed. Raises Disagreement."""
+        flight = self.flights.popleft()
+        if len(result.num_tokens) != len(flight.sequences):
+            raise Disagreement(f"{len(result.num_tokens)} outcomes for {len(flight.sequences)} advances")
+        if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < self.vocab_size:
+            raise Disagreement("a token beyond the vocabulary")
+        self.last_commit_at = now
+        self._count_timings(result)
+        self._lose(result.lost, effects)
+        logprobs = {entry.index: entry for entry in result.logprobs}
+        unwell = {*result.failed, *(lost.index for lost in result.lost)}
+        tokens, at = result.tokens, 0
+        for i, sequence in enumerate(flight.sequences):
+            end = at + result.num_tokens[i]
+            drawn, at = tokens[at:end], end
+            if sequence.epoch != flight.epochs[i]:
+                continue  # of a life that is over
+            if i in unwell:
+                self._unwell(sequence, result.failed.get(i), effects)
+                continue
+            self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
+
+    def _advance(
+        self, sequence: Sequence, count: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
+    ) -> None:
+        before = sequence.num_computed
+        computed = sequence.num_computed = before + count
+        size, group = self.block_size, sequence.group
+        if computed // size > before // size:
+            full = _table(sequence).blocks[: computed // size]
+            self.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
+        expected = 0 if computed < len(sequence.tokens) else 1 if group.has_forked else group.n
+        if len(drawn) != expected:
+            raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
+        if sequence.followers:
+            self._lead(sequence)
+        if expected == 1:
+            self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
+        elif expected:
+            for i, child in enumerate(group.fork(size)):
+                self._append(child, drawn[i], _entries(logprobs, i), effects)
+        elif computed >= sequence.limit:
+            self._end(sequence, FinishReason.LENGTH, effects)
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
+    ) -> None:
+        sequence.tokens.append(token)
+        self.counters.generated_tokens += 1
+        effects.append(Emit(sequence.group.request_id, sequence.index, token, logprobs))
+        if token in sequence.stop_ids:
+            self._end(sequence, FinishReason.STOP, effects)
+        elif sequence.num_computed >= sequence.limit:
+            self._end(sequence, FinishReason.LENGTH, effects)
+
+    def _lead(self, leader: Sequence) -> None:
+        """The blocks that a recomputed group has in common are computed: its other sequences share them and go on."""
+        num_common = leader.num_prompt // self.block_size
+        if leader.num_computed < num_common * self.block_size:
+            return
+        for sequence in leader.followers:
+            _table(sequence).adopt_front(_table(leader).blocks[:num_common])
+            sequence.capacity += num_common * self.block_size
+            sequence.num_computed = sequence.num_planned = num_common * self.block_size
+            sequence.plan_end = sequence.limit
+        leader.followers = []
+
+    def _unwell(self, sequence: Sequence, reason: str | None, effects: list[Effect]) -> None:
+        """A row failed, or found KV that it could not read."""
+        group = sequence.group
+        if reason is None:
+            self._preempt(group, None, effects)
+            return
+        for member in group.live:
+            for block in _table(member).blocks:
+                self.pool.withdraw(block)
+        self._fail(group, f"the worker could not compute this request: {reason}", effects)
+
+    def _lose(self, lost: tuple[KvLost, ...], effects: list[Effect]) -> None:
+        """Blocks whose content proved unreadable lose their names, and every table that holds them is recomputed."""
+        for entry in lost:
+            if entry.tier is not Tier.DEVICE or entry.block >= self.pool.num_blocks:
+                raise Disagreement(f"a loss in block {entry.block} of the {entry.tier.name.lower()} tier")
+            if self.pool.held_since(entry.block) > entry.step:
+                continue  # taken again since it was read
+            self.pool.withdraw(entry.block)
+            for group in list(self.running):
+                if any(entry.block in _table(sequence).blocks for sequence in group.live):
+                    self._preempt(group, None, effects)
+
+    def _count_timings(self, result: StepResult) -> None:
+        counters, timings = self.counters, result.timings
+        counters.worker_idle_s += timings.idle_s
+        counters.worker_apply_s += timings.apply_s
+        counters.worker_forward_s += timings.forward_s
+        counters.worker_sample_s += timings.sample_s
+
+    # --- ends
+
+    def stop(self, group: Group, index: int, effects: list[Effect]) -> None:
+        """The text layer found a stop string in one sequence."""
+        for sequence in group.live:
+            if sequence.index == index and group.has_forked:
+                if sequence.state is State.WAITING:
+                    self._leave_line(sequence, effects)
+                else:
+                    self._end(sequence, FinishReason.STOP, effects)
+                return
+
+    def cancel(self, group: Group) -> None:
+        """The client left: the whole group ends, silently."""
+        if group in self.running:
+            self._take_off(group, State.FINISHED)
+        else:
+            self.waiting.remove(group)
+            for sequence in group.live:
+                sequence.move(State.FINISHED)
+        group.live = []
+        self.ended.append(group)
+
+    def _leave_line(self, sequence: Sequence, effects: list[Effect]) -> None:
+        """A sequence of a waiting group ends by itself."""
+        group = sequence.group
+        sequence.move(State.FINISHED)
+        group.live.remove(sequence)
+        effects.append(Finished(group.request_id, sequence.index, FinishReason.STOP))
+        if not group.live:
+            self.waiting.remove(group)
+            self.ended.append(group)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, effects: list[Effect]) -> None:
+        """A running sequence is finished; the last of a group takes it off the list."""
+        group = sequence.group
+        orphans = sequence.followers
+        indices = [sequence.index] if group.has_forked else group.indices()
+        self._free_rows.append(sequence.leave(State.FINISHED))
+        group.live.remove(sequence)
+        for leader in group.live:
+            if sequence in leader.followers:
+                leader.followers.remove(sequence)
+        effects.extend(Finished(group.request_id, index, reason) for index in indices)
+        if not group.live:
+            self.ended.append(group)
+            self.running.remove(group)
+            self._free_rows.extend(group.reserved_rows)
+            group.reserved_rows = []
+        elif orphans:
+            # Nobody computes what they were to share: the group starts over with another leader.
+            self._preempt(group, None, effects)
+
+    def _fail(self, group: Group, message: str, effects: list[Effect]) -> None:
+        indices = group.indices()
+        self.cancel(group)
+        effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)
+
+    # --- laws
+
+    def validate(self) -> None:
+        """Everything that must hold between events, counted anew."""
+        sequences = [sequence for group in self.running for sequence in group.live]
+        self.pool.validate([_table(sequence).blocks for sequence in sequences])
+        rows = [s.row for s in sequences] + [row for group in self.running for row in group.reserved_rows]
+        if sorted(rows + self._free_rows) != list(range(self.max_rows)):
+            raise LawBroken("a row is used twice, or lost")
+        for groups in (self.running, self.waiting):
+            if [g.place for g in groups] != sorted(g.place for g in groups):
+                raise LawBroken("groups out of order")
+            if any(not group.live for group in groups):
+                raise LawBroken("a group with nothing left to do")
+        for sequence in sequences:
+            self._validate_running(sequence)
+        for group in self.waiting:
+            if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
+                raise LawBroken(f"request {group.request_id} waits and yet holds something")
+
+    def _validate_running(self, sequence: Sequence) -> None:
+        blocks = _table(sequence).blocks
+        if sequence.state is not State.RUNNING or len(blocks) * self.block_size != sequence.capacity:
+            raise LawBroken(f"{sequence} runs with {len(blocks)} blocks of capacity {sequence.capacity}")
+        if not 0 <= sequence.num_computed <= sequence.num_planned <= max(sequence.limit, 0):
+            raise LawBroken(f"{sequence} is ahead of itself")
+        if sequence.num_planned > sequence.capacity or sequence.num_computed > len(sequence.tokens):
+            raise LawBroken(f"{sequence} computes what it has no slots or tokens for")
+        in_flight = sum(
+            flight.counts[i]
+            for flight in self.flights
+            for i, other in enumerate(flight.sequences)
+            if other is sequence and flight.epochs[i] == sequence.epoch
+        )
+        if not sequence.is_fresh and sequence.num_planned - sequence.num_computed != in_flight:
+            raise LawBroken(f"{sequence} has {in_flight} positions in flight")
+        if sequence.is_fresh and sequence.num_planned != sequence.num_computed:
+            raise LawBroken(f"{sequence} is to be admitted anew with work in flight")
+
+    def fail_suspects(self, effects: list[Effect]) -> None:
+        """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
+        tables = {
+            group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in self.running
+        }
+        suspects = self.pool.suspects(list(tables.values()))
+        for block in suspects:
+            self.pool.quarantine(block)
+        for group in list(self.running):
+            if suspects.isdisjoint(tables[group.request_id]):
+                continue
+            for sequence in group.live:
+                sequence.table = None  # its references are not to be trusted
+            self._fail(group, "the server's block accounting failed for this request", effects)
+
+
+def _table(sequence: Sequence) -> BlockTable:
+    if sequence.table is None:
+        raise LawBroken(f"{sequence} has no table")
+    return sequence.table
+
+
+def _entries(logprobs: RowLogprobs | None, draw: int) -> tuple[tuple[int, float], ...]:
+    """The entries of one draw: the token itself, then the likeliest."""
+    if logprobs is None:
+        return ()
+    start, end = draw * logprobs.width, (draw + 1) * logprobs.width
+    return tuple(zip(logprobs.ids[start:end], logprobs.logprobs[start:end], strict=True))

@@ -1,0 +1,197 @@
+"""Sequences and the groups in which they live.
+
+Progress of a sequence is two numbers:
+
+    tokens        p p p p p p p p g g g          p: prompt, g: generated
+    num_computed  ----------->|                  positions whose KV is known to exist (results in)
+    num_planned   ------------------>|           positions whose KV will exist once all plans in flight have run
+    limit         ------------------------->|    num_prompt + max_tokens - 1: the last draw needs no KV of its own
+
+so prefill, chunk, prefix hit, decode and pipelined decode are one sentence: plan the next
+max(len(tokens) - num_planned, 1) positions, never past the limit. `plan_end` is how far planning may go before something is committed: the limit, or
+the end of the prompt while a group of several waits for its fork, or nowhere while a follower waits for its leader.
+
+Every life of a sequence on a row has a number, `epoch`. A result that carries another number is dropped.
+"""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kilburn.controller.core.block_table import BlockTable
+from kilburn.shared.sampling import Draws, Sampling
+from kilburn.shared.types import LawBroken
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    PINNED = "pinned"
+    FINISHED = "finished"
+
+
+MOVES: dict[State, dict[State, str]] = {
+    State.WAITING: {State.RUNNING: "admitted", State.FINISHED: "cancelled, refused, or nothing to compute"},
+    State.RUNNING: {
+        State.WAITING: "preempted by recompute, or the lease ended",
+        State.SWAPPED: "preempted by swap",
+        State.PINNED: "a named prefix is complete",
+        State.FINISHED: "stopped, at its limit, cancelled, or failed",
+    },
+    State.SWAPPED: {
+        State.RUNNING: "swapped in",
+        State.WAITING: "the lease ended",
+        State.FINISHED: "cancelled",
+    },
+    State.PINNED: {State.WAITING: "the lease ended, or blocks were lost", State.FINISHED: "the name was deleted"},
+    State.FINISHED: {},
+}
+if MOVES.keys() != set(State):
+    raise LawBroken("a state without a row in the table of moves")
+
+
+class Sequence:
+    """One list of token ids, one block table. Owned by its group."""
+
+    __slots__ = (
+        "capacity",
+        "chain",
+        "epoch",
+        "followers",
+        "group",
+        "index",
+        "is_fresh",
+        "limit",
+        "num_computed",
+        "num_planned",
+        "num_prompt",
+        "plan_end",
+        "row",
+        "sampling",
+        "state",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, group: "Group", index: int, tokens: list[int], num_prompt: int, limit: int, sampling: Sampling):
+        self.group, self.index = group, index
+        self.tokens, self.num_prompt, self.limit = tokens, num_prompt, limit
+        self.sampling = sampling
+        self.stop_ids = frozenset(sampling.stop_ids)
+        self.chain: list[bytes] = []  # digests of the leading full blocks, a pure function of tokens and salt
+        self.num_computed = self.num_planned = self.plan_end = 0
+        self.epoch = 0
+        self.state = State.WAITING
+        self.row = -1
+        self.table: BlockTable | None = None
+        self.capacity = 0  # slots of the table
+        self.is_fresh = False  # its next Advance needs an Admit first
+        self.followers: list[Sequence] = []  # wait for this one to compute the blocks that they will share
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def move(self, to: State) -> None:
+        """The one door between states. A move out of RUNNING voids whatever is in flight."""
+        if to not in MOVES[self.state]:
+            raise LawBroken(f"no move from {self.state.value} to {to.value} for {self}")
+        if self.state is State.RUNNING:
+            self.epoch += 1
+        self.state = to
+
+    def start(self, row: int, table: BlockTable, num_computed: int, capacity: int, plan_end: int) -> None:
+        """A life on a row begins; the next plan that advances it admits it."""
+        self.move(State.RUNNING)
+        self.row, self.table, self.capacity = row, table, capacity
+        self.num_computed = self.num_planned = num_computed
+        self.plan_end = plan_end
+        self.is_fresh = True
+
+    def leave(self, to: State) -> int:
+        """A life on a row ends: no blocks, no progress. Returns the row."""
+        self.move(to)
+        if self.table is not None:
+            self.table.free()
+        row, self.row, self.table, self.capacity = self.row, -1, None, 0
+        self.num_computed = self.num_planned = self.plan_end = 0
+        self.is_fresh = False
+        self.followers = []
+        return row
+
+    def __repr__(self) -> str:
+        return (
+            f"<sequence {self.group.request_id}.{self.index} {self.state.value} epoch {self.epoch} row {self.row}: "
+            f"{len(self.tokens)} tokens, {self.num_computed} computed, {self.num_planned} planned, limit {self.limit}>"
+        )
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a group stands in line: priority first, then arrival. It keeps its place for life."""
+
+    priority: int
+    arrival: int
+
+
+class Group:
+    """The sequences of one request: admitted, preempted, resumed, cancelled whole.
+
+    Until its fork a group of n is one sequence whose first draw will be n draws; `live` holds those not finished.
+    """
+
+    __slots__ = ("has_forked", "has_started", "live", "n", "place", "request_id", "reserved_rows", "salt")
+
+    def __init__(
+        self,
+        request_id: int,
+        place: Place,
+        prompt: Tokens[int],
+        max_tokens: int,
+        sampling: Sampling,
+        n: int = 1,
+        salt: bytes = b"",
+    ) -> None:
+        self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
+        self.has_started = False
+        # With max_tokens 0 nothing is drawn, so there is nothing to fork at: the choices are one result n times.
+        self.has_forked = n == 1
+        sampling = replace(sampling, choose=Draws(0, n))
+        limit = len(prompt) + max_tokens - 1
+        self.live = [Sequence(self, 0, list(prompt), len(prompt), limit, sampling)]
+        self.reserved_rows: list[int] = []  # for the sequences that the fork will make
+
+    @property
+    def width(self) -> int:
+        """Rows that the group needs."""
+        return len(self.live) if self.has_forked else self.n
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self.live) and self.live[0].state is State.WAITING
+
+    def indices(self) -> list[int]:
+        """The choices that have not ended."""
+        return [sequence.index for sequence in self.live] if self.has_forked else list(range(self.n))
+
+    def fork(self, block_size: int) -> list[Sequence]:
+        """The one sequence becomes n, which share every block; each will append a draw of its own."""
+        (parent,) = self.live
+        if parent.table is None or parent.num_planned != parent.num_computed:
+            raise LawBroken(f"fork of {parent} with work in flight")
+        sampling = parent.sampling
+        self.has_forked = True
+        for index in range(1, self.n):
+            child = Sequence(self, index, list(parent.tokens), parent.num_prompt, parent.limit, sampling)
+            child.chain = list(parent.chain)
+            child.start(
+                self.reserved_rows.pop(), parent.table.fork(), parent.num_computed, parent.capacity, parent.limit
+            )
+            self.live.append(child)
+        parent.plan_end = parent.limit
+        parent.is_fresh = True
+        for sequence in self.live:
+            sequence.sampling = replace(sampling, choose=Draws(sequence.index, 1))
+        return list(self.live)

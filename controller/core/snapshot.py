@@ -1,0 +1,58 @@
+"""What an onlooker may know of the engine at one moment. Numbers only; taking one changes nothing."""
+
+from dataclasses import dataclass
+
+from kilburn.controller.core.lease import LeaseState
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """One worker group: its lease, its pool, its work. Blocks: the four states sum to num_blocks."""
+
+    name: str
+    lease: int
+    state: LeaseState
+    pid: int
+    block_size: int
+    bytes_per_block: int
+    max_len: int
+    num_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    owned_blocks: int
+    quarantined_blocks: int
+    shared_refs: int  # table entries beyond the first of each block: blocks that sharing saves
+    filled_slots: int  # positions of running sequences that have their KV, counted per table
+    owned_slots: int  # slots of their tables
+    running_requests: int
+    waiting_requests: int
+    running_sequences: int
+    flights: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    block_copies: int
+    evictions: int
+    worker_idle_s: float
+    worker_apply_s: float
+    worker_forward_s: float
+    worker_sample_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    groups: tuple[GroupSnapshot, ...]
+    requests: int  # known to the engine: running, waiting, or between worker groups
+    homeless_requests: int  # waiting for a worker group
+    leases_began: int
+    leases_ended: int
+    laws_broken: int
+    is_closing: bool
+
+    @property
+    def can_produce(self) -> bool:
+        """Whether some worker group could answer now."""
+        return any(group.state in (LeaseState.READY, LeaseState.SUSPECT) for group in self.groups)
