@@ -11,9 +11,9 @@ treated in one way: its lease ends, and its requests go where they fit or wait `
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from kilburn.controller.core import policy
+from kilburn.controller.core import door, laws
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
 from kilburn.controller.core.events import (
     Arrived,
@@ -37,9 +37,9 @@ from kilburn.controller.core.events import (
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.placement import Home, choose
 from kilburn.controller.core.prefix_index import PrefixIndex
-from kilburn.controller.core.scheduler import Counters, Disagreement, Scheduler
+from kilburn.controller.core.scheduler import Disagreement, Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
-from kilburn.controller.core.snapshot import GroupSnapshot, Snapshot
+from kilburn.controller.core.snapshot import Snapshot, group_snapshot
 from kilburn.shared.digest import BlockHasher
 from kilburn.shared.messages import (
     Beat,
@@ -129,15 +129,7 @@ class Engine:
 
         Zero or less: the prompt itself does not fit.
         """
-        rooms = [
-            min(
-                home.scheduler.max_len,
-                policy.longest_limit(num_prompt, n, home.scheduler.pool.num_blocks, home.scheduler.block_size) + 1,
-            )
-            - num_prompt
-            for home in self._homes.values()
-        ]
-        return max(rooms, default=None)
+        return door.room_for(num_prompt, n, [home.scheduler for home in self._homes.values()])
 
     # --- events
 
@@ -176,37 +168,20 @@ class Engine:
         self._homeless.append(_Homeless(group, now))
 
     def _refusal(self, submit: Submit) -> Refused | None:
-        def refuse(refusal: Refusal, message: str) -> Refused:
-            return Refused(submit.request_id, refusal, message)
-
         if self._is_closing:
-            return refuse(Refusal.SHUTTING_DOWN, "the server is shutting down")
-        if not submit.prompt:
-            return refuse(Refusal.EMPTY, "the prompt has no tokens")
-        num_waiting = len(self._homeless) + sum(len(home.scheduler.waiting) for home in self._homes.values())
+            return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
+        num_waiting = len(self._homeless) + sum(len(home.scheduler.line.waiting) for home in self._homes.values())
         if num_waiting >= self.settings.max_waiting:
-            return refuse(Refusal.QUEUE_FULL, f"{num_waiting} requests are waiting; try again later")
-        schedulers = [home.scheduler for home in self._homes.values()]
-        num_prompt, limit = len(submit.prompt), len(submit.prompt) + submit.max_tokens - 1
-        if not schedulers or any(scheduler.fits(num_prompt, limit, submit.n) for scheduler in schedulers):
-            return None
-        if not any(scheduler.fits_width(submit.n) for scheduler in schedulers):
-            widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
-            return refuse(Refusal.TOO_WIDE, f"n is {submit.n}, and at most {widest} sequences can run together")
-        room = self.room_for(num_prompt, submit.n) or 0
-        if room <= 0:
-            return refuse(Refusal.TOO_LONG, f"the prompt has {num_prompt} tokens and leaves no room for an answer")
-        return refuse(
-            Refusal.TOO_LONG,
-            f"the prompt has {num_prompt} tokens and max_tokens is {submit.max_tokens}: at most {room} fit",
-        )
+            message = f"{num_waiting} requests are waiting; try again later"
+            return Refused(submit.request_id, Refusal.QUEUE_FULL, message)
+        return door.objection(submit, [home.scheduler for home in self._homes.values()])
 
     def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
         group, home = self._groups.get(request_id), self._placed.get(request_id)
         if group is None:
             return
         if home is not None:
-            home.scheduler.stop(group, index, effects)
+            home.scheduler.line.stop(group, index, effects)
             self._forget_ended(home)
             return
         for sequence in list(group.live):
@@ -222,7 +197,7 @@ class Engine:
         if group is None:
             return
         if home is not None:
-            home.scheduler.cancel(group)
+            home.scheduler.line.cancel(group)
             self._forget_ended(home)
         else:
             for sequence in group.live:
@@ -234,10 +209,10 @@ class Engine:
         del self._groups[group.request_id]
 
     def _forget_ended(self, home: Home) -> None:
-        for group in home.scheduler.ended:
+        for group in home.scheduler.line.ended:
             del self._groups[group.request_id]
             del self._placed[group.request_id]
-        home.scheduler.ended.clear()
+        home.scheduler.line.ended.clear()
 
     # --- workers
 
@@ -353,7 +328,7 @@ class Engine:
             home = choose(self._homes.values(), group)
             if home is not None:
                 self._placed[group.request_id] = home
-                home.scheduler.enqueue(group)
+                home.scheduler.line.enqueue(group)
             elif now >= homeless.since + self.settings.recovery_s:
                 self._give_up(group, effects)
             else:
@@ -377,7 +352,7 @@ class Engine:
             if plan is None:
                 break
             effects.append(Send(home.lease.peer, plan))
-        if scheduler.ended:
+        if scheduler.line.ended:
             self._forget_ended(home)
 
     def _report_names(self, home: Home, effects: list[Effect]) -> None:
@@ -397,7 +372,7 @@ class Engine:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
-            groups=tuple([_group_snapshot(home) for home in self._homes.values()]),
+            groups=tuple([group_snapshot(home) for home in self._homes.values()]),
             requests=len(self._groups),
             homeless_requests=len(self._homeless),
             leases_began=self._leases_began,
@@ -411,7 +386,9 @@ class Engine:
         for home in self._homes.values():
             home.scheduler.validate()
         placed = {
-            g.request_id for home in self._homes.values() for g in home.scheduler.running + home.scheduler.waiting
+            g.request_id
+            for home in self._homes.values()
+            for g in home.scheduler.line.running + home.scheduler.line.waiting
         }
         homeless = {entry.group.request_id for entry in self._homeless}
         if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
@@ -432,37 +409,7 @@ class Engine:
                 home.scheduler.validate()
             except LawBroken as broken:
                 effects.append(Note(NoteKind.LAW_BROKEN, str(broken)))
-                home.scheduler.fail_suspects(effects)
+                laws.contain(home.scheduler.line, effects)
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects)
         return effects
-
-
-def _group_snapshot(home: Home) -> GroupSnapshot:
-    lease, scheduler = home.lease, home.scheduler
-    pool, hello = scheduler.pool, home.lease.hello
-    sequences = [sequence for group in scheduler.running for sequence in group.live]
-    counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
-    return GroupSnapshot(
-        name=hello.name,
-        lease=lease.id,
-        state=lease.state,
-        pid=hello.pid,
-        block_size=scheduler.block_size,
-        bytes_per_block=hello.layout.bytes_per_block,
-        max_len=scheduler.max_len,
-        num_blocks=pool.num_blocks,
-        free_blocks=pool.num_free,
-        cached_blocks=pool.num_cached,
-        owned_blocks=pool.num_owned,
-        quarantined_blocks=pool.num_quarantined,
-        shared_refs=pool.num_refs - pool.num_owned,
-        filled_slots=sum(sequence.num_computed for sequence in sequences),
-        owned_slots=sum(sequence.capacity for sequence in sequences),
-        running_requests=len(scheduler.running),
-        waiting_requests=len(scheduler.waiting),
-        running_sequences=len(sequences),
-        flights=len(scheduler.flights),
-        evictions=pool.num_evictions,
-        **counters,
-    )

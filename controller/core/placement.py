@@ -26,4 +26,4 @@ class Home:
 def choose(homes: Iterable[Home], group: Group) -> Home | None:
     """The home for a group, or None where no lease that takes requests has room for it."""
     fitting = [home for home in homes if home.lease.takes_requests and home.fits(group)]
-    return min(fitting, key=lambda home: (home.scheduler.load, home.lease.id), default=None)
+    return min(fitting, key=lambda home: (home.scheduler.line.load, home.lease.id), default=None)

@@ -5,20 +5,21 @@
 
 Up to `depth` plans are under way at once: planning needs counts, not values. A plan is filled in three passes, always
 in order of place (priority, then arrival): the sequences that go on by one token, then the rest of prompts, then
-those who wait. Only the first pass can run out of blocks, since admission takes the blocks of all tokens known by then; so a
-victim, the last in line, never has work in the plan that preempts it.
+those who wait. Only the first pass can run out of blocks, since admission takes the blocks of all tokens known by
+then; so a victim, the last in line, never has work in the plan that preempts it.
 
 The worker runs plans as if each ran alone, in order. So blocks and rows are free the moment the core lets go of them,
 although a plan in flight may still write them: whoever gets them writes later.
 """
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
+from kilburn.controller.core import laws
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Effect, Emit, Finished, Note, NoteKind, Started
+from kilburn.controller.core.events import Effect, Emit, Started
+from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Need, most_blocks, victim
 from kilburn.controller.core.prefix_index import PrefixIndex
 from kilburn.controller.core.sequence import Group, Sequence, State
@@ -50,7 +51,6 @@ class Counters:
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    preemptions: int = 0
     block_copies: int = 0
     worker_idle_s: float = 0.0
     worker_apply_s: float = 0.0
@@ -83,15 +83,12 @@ class Scheduler:
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.running: list[Group] = []  # in order of place
-        self.waiting: list[Group] = []  # in order of place
+        self.line = Lineup(pool, hello.max_rows)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.counters = Counters()
-        self._free_rows = list(range(hello.max_rows - 1, -1, -1))
         self._next_step = 1
         self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
-        self.ended: list[Group] = []  # groups with nothing left to do, for the engine to forget
         # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
         self._watermark = pool.num_blocks // 100
 
@@ -110,14 +107,6 @@ class Scheduler:
 
     def most_blocks(self, num_prompt: int, limit: int, n: int) -> int:
         return most_blocks(num_prompt, limit, n, self.block_size)
-
-    def enqueue(self, group: Group) -> None:
-        insort(self.waiting, group, key=lambda g: g.place)
-
-    @property
-    def load(self) -> int:
-        """Sequences here, for placement."""
-        return self.max_rows - len(self._free_rows) + sum(group.width for group in self.waiting)
 
     # --- plan
 
@@ -150,8 +139,8 @@ class Scheduler:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""
         longer: list[Sequence] = []
         place = 0
-        while place < len(self.running):
-            group = self.running[place]
+        while place < len(self.line.running):
+            group = self.line.running[place]
             was_granted = False
             for sequence in group.live:
                 planned = sequence.num_planned
@@ -193,19 +182,20 @@ class Scheduler:
         self, draft: _Draft, sequence: Sequence, place: int, was_granted: bool, effects: list[Effect]
     ) -> bool:
         """A writable slot for the next position: a new block, or a copy of a shared one. May preempt."""
-        table, planned = _table(sequence), sequence.num_planned
+        table, planned = sequence.own_table, sequence.num_planned
         is_full = planned == sequence.capacity
         at = planned // self.block_size
         if not is_full and self.pool.is_writable(table.blocks[at]):
             return True
         while self.pool.num_available == 0:
-            loser = victim(self.running, place, was_granted)
+            loser = victim(self.line.running, place, was_granted)
             if loser is None:
                 return False
-            if loser is sequence.group and len(self.running) == 1:
-                self._fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
+            if loser is sequence.group and len(self.line.running) == 1:
+                self.line.fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
                 return False
-            self._preempt(loser, draft, effects)
+            self.line.preempt(loser, effects)
+            draft.has_preempted = True
             if loser is sequence.group:
                 return False
         if is_full:
@@ -237,7 +227,7 @@ class Scheduler:
                 num_prompt=sequence.num_prompt,
                 tokens=tuple(sequence.tokens[start:]),
                 history=tuple(sequence.tokens[:start]) if sampling.needs_history else (),
-                blocks=tuple(_table(sequence).blocks),
+                blocks=tuple(sequence.own_table.blocks),
                 sampling=sampling,
             )
         )
@@ -248,19 +238,19 @@ class Scheduler:
 
     def _plan_admissions(self, draft: _Draft, effects: list[Effect]) -> None:
         """From the head of the line only: whoever does not fit holds up those behind, and so is never overtaken."""
-        while draft.budget and self.waiting:
-            group = self.waiting[0]
-            now_so = (group.request_id, self.pool.num_available, bool(self.running))
-            if group.width > len(self._free_rows) or self._stuck == now_so:
+        while draft.budget and self.line.waiting:
+            group = self.line.waiting[0]
+            now_so = (group.request_id, self.pool.num_available, bool(self.line.running))
+            if group.width > len(self.line.free_rows) or self._stuck == now_so:
                 return
             hits = [self._hits(sequence) for sequence in group.live]
             need = Need(group, hits, self.block_size)
             spare = self.pool.num_available - need.num_blocks(self.pool)
-            if spare < (self._watermark if self.running else 0):
+            if spare < (self._watermark if self.line.running else 0):
                 self._stuck = now_so
-                if self.running:
+                if self.line.running:
                     return
-                self._fail(group, "the block pool is too small for this request; raise --kv-memory", effects)
+                self.line.fail(group, "the block pool is too small for this request; raise --kv-memory", effects)
                 continue
             self._stuck = None
             self._admit(draft, group, need, effects)
@@ -270,28 +260,24 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, group: Group, need: Need, effects: list[Effect]) -> None:
         """Rows, tables and first chunks for the sequences of a group."""
-        self.waiting.pop(0)
-        insort(self.running, group, key=lambda g: g.place)
         tables = [BlockTable(self.pool) for _ in group.live]
         for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
             if not need.follows(i):
                 table.adopt(need.hits[i])
-        leader = group.live[0]
-        for i, (sequence, table) in enumerate(zip(group.live, tables, strict=True)):
-            num_hit = 0 if need.follows(i) else len(table.blocks) * self.block_size
+        hits = [len(table.blocks) * self.block_size for table in tables]
+        ends = [
+            sequence.limit if group.has_forked else min(sequence.limit, sequence.num_prompt) for sequence in group.live
+        ]
+        for i, table in enumerate(tables):
             table.grow(need.taken[i], draft.step)
-            plan_end = sequence.limit if group.has_forked else min(sequence.limit, sequence.num_prompt)
             if need.follows(i):
-                plan_end = 0
-            row = self._free_rows.pop()
-            sequence.start(row, table, num_hit, len(table.blocks) * self.block_size, plan_end)
-            if need.follows(i):
-                leader.followers.append(sequence)
-        group.reserved_rows = [self._free_rows.pop() for _ in range(group.width - len(group.live))]
+                ends[i] = 0  # until the first one has computed what they share
+        self.line.start(group, tables, hits, ends, self.block_size)
+        group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
         self._count_admission(group, need, effects)
         for sequence in list(group.live):
             if sequence.num_computed >= sequence.limit:
-                self._end(sequence, FinishReason.LENGTH, effects)
+                self.line.end(sequence, FinishReason.LENGTH, effects)
             elif draft.budget and sequence.plan_end > sequence.num_planned:
                 self._plan_chunk(draft, sequence)
 
@@ -304,34 +290,10 @@ class Scheduler:
         self.counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
         self.counters.prefix_hit_tokens += sum(len(found) for found in need.hits) * self.block_size
 
-    def _preempt(self, group: Group, draft: _Draft | None, effects: list[Effect]) -> None:
-        """By recompute: the group goes back to its place in the line with its tokens and nothing else."""
-        self._take_off(group, State.WAITING)
-        self.enqueue(group)
-        self.counters.preemptions += 1
-        if draft is not None:
-            draft.has_preempted = True
-        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}"))
-
-    def _take_off(self, group: Group, to: State) -> None:
-        """The whole group leaves its rows and blocks."""
-        self.running.remove(group)
-        for sequence in group.live:
-            self._free_rows.append(sequence.leave(to))
-        self._free_rows.extend(group.reserved_rows)
-        group.reserved_rows = []
-
     def evacuate(self) -> list[Group]:
-        """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
-        groups = [*self.running, *self.waiting]
-        for group in list(self.running):
-            self._take_off(group, State.WAITING)
-        for group in groups:
-            for sequence in group.live:
-                sequence.chain = []  # the next worker may have blocks of another size
-        self.waiting = []
+        """The lease ended: nothing is under way any more, and everybody leaves."""
         self.flights.clear()
-        return groups
+        return self.line.evacuate()
 
     # --- commit
 
@@ -365,7 +327,7 @@ class Scheduler:
         computed = sequence.num_computed = before + count
         size, group = self.block_size, sequence.group
         if computed // size > before // size:
-            full = _table(sequence).blocks[: computed // size]
+            full = sequence.own_table.blocks[: computed // size]
             self.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
         expected = 0 if computed < len(sequence.tokens) else 1 if group.has_forked else group.n
         if len(drawn) != expected:
@@ -378,7 +340,7 @@ class Scheduler:
             for i, child in enumerate(group.fork(size)):
                 self._append(child, drawn[i], _entries(logprobs, i), effects)
         elif computed >= sequence.limit:
-            self._end(sequence, FinishReason.LENGTH, effects)
+            self.line.end(sequence, FinishReason.LENGTH, effects)
 
     def _append(
         self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
@@ -387,9 +349,9 @@ class Scheduler:
         self.counters.generated_tokens += 1
         effects.append(Emit(sequence.group.request_id, sequence.index, token, logprobs))
         if token in sequence.stop_ids:
-            self._end(sequence, FinishReason.STOP, effects)
+            self.line.end(sequence, FinishReason.STOP, effects)
         elif sequence.num_computed >= sequence.limit:
-            self._end(sequence, FinishReason.LENGTH, effects)
+            self.line.end(sequence, FinishReason.LENGTH, effects)
 
     def _lead(self, leader: Sequence) -> None:
         """The blocks that a recomputed group has in common are computed: its other sequences share them and go on."""
@@ -397,7 +359,7 @@ class Scheduler:
         if leader.num_computed < num_common * self.block_size:
             return
         for sequence in leader.followers:
-            _table(sequence).adopt_front(_table(leader).blocks[:num_common])
+            sequence.own_table.adopt_front(leader.own_table.blocks[:num_common])
             sequence.capacity += num_common * self.block_size
             sequence.num_computed = sequence.num_planned = num_common * self.block_size
             sequence.plan_end = sequence.limit
@@ -407,12 +369,12 @@ class Scheduler:
         """A row failed, or found KV that it could not read."""
         group = sequence.group
         if reason is None:
-            self._preempt(group, None, effects)
+            self.line.preempt(group, effects)
             return
         for member in group.live:
-            for block in _table(member).blocks:
+            for block in member.own_table.blocks:
                 self.pool.withdraw(block)
-        self._fail(group, f"the worker could not compute this request: {reason}", effects)
+        self.line.fail(group, f"the worker could not compute this request: {reason}", effects)
 
     def _lose(self, lost: tuple[KvLost, ...], effects: list[Effect]) -> None:
         """Blocks whose content proved unreadable lose their names, and every table that holds them is recomputed."""
@@ -422,9 +384,9 @@ class Scheduler:
             if self.pool.held_since(entry.block) > entry.step:
                 continue  # taken again since it was read
             self.pool.withdraw(entry.block)
-            for group in list(self.running):
-                if any(entry.block in _table(sequence).blocks for sequence in group.live):
-                    self._preempt(group, None, effects)
+            for group in list(self.line.running):
+                if any(entry.block in sequence.own_table.blocks for sequence in group.live):
+                    self.line.preempt(group, effects)
 
     def _count_timings(self, result: StepResult) -> None:
         counters, timings = self.counters, result.timings
@@ -433,123 +395,14 @@ class Scheduler:
         counters.worker_forward_s += timings.forward_s
         counters.worker_sample_s += timings.sample_s
 
-    # --- ends
-
-    def stop(self, group: Group, index: int, effects: list[Effect]) -> None:
-        """The text layer found a stop string in one sequence."""
-        for sequence in group.live:
-            if sequence.index == index and group.has_forked:
-                if sequence.state is State.WAITING:
-                    self._leave_line(sequence, effects)
-                else:
-                    self._end(sequence, FinishReason.STOP, effects)
-                return
-
-    def cancel(self, group: Group) -> None:
-        """The client left: the whole group ends, silently."""
-        if group in self.running:
-            self._take_off(group, State.FINISHED)
-        else:
-            self.waiting.remove(group)
-            for sequence in group.live:
-                sequence.move(State.FINISHED)
-        group.live = []
-        self.ended.append(group)
-
-    def _leave_line(self, sequence: Sequence, effects: list[Effect]) -> None:
-        """A sequence of a waiting group ends by itself."""
-        group = sequence.group
-        sequence.move(State.FINISHED)
-        group.live.remove(sequence)
-        effects.append(Finished(group.request_id, sequence.index, FinishReason.STOP))
-        if not group.live:
-            self.waiting.remove(group)
-            self.ended.append(group)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, effects: list[Effect]) -> None:
-        """A running sequence is finished; the last of a group takes it off the list."""
-        group = sequence.group
-        orphans = sequence.followers
-        indices = [sequence.index] if group.has_forked else group.indices()
-        self._free_rows.append(sequence.leave(State.FINISHED))
-        group.live.remove(sequence)
-        for leader in group.live:
-            if sequence in leader.followers:
-                leader.followers.remove(sequence)
-        effects.extend(Finished(group.request_id, index, reason) for index in indices)
-        if not group.live:
-            self.ended.append(group)
-            self.running.remove(group)
-            self._free_rows.extend(group.reserved_rows)
-            group.reserved_rows = []
-        elif orphans:
-            # Nobody computes what they were to share: the group starts over with another leader.
-            self._preempt(group, None, effects)
-
-    def _fail(self, group: Group, message: str, effects: list[Effect]) -> None:
-        indices = group.indices()
-        self.cancel(group)
-        effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)
-
     # --- laws
 
     def validate(self) -> None:
-        """Everything that must hold between events, counted anew."""
-        sequences = [sequence for group in self.running for sequence in group.live]
-        self.pool.validate([_table(sequence).blocks for sequence in sequences])
-        rows = [s.row for s in sequences] + [row for group in self.running for row in group.reserved_rows]
-        if sorted(rows + self._free_rows) != list(range(self.max_rows)):
-            raise LawBroken("a row is used twice, or lost")
-        for groups in (self.running, self.waiting):
-            if [g.place for g in groups] != sorted(g.place for g in groups):
-                raise LawBroken("groups out of order")
-            if any(not group.live for group in groups):
-                raise LawBroken("a group with nothing left to do")
-        for sequence in sequences:
-            self._validate_running(sequence)
-        for group in self.waiting:
-            if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
-                raise LawBroken(f"request {group.request_id} waits and yet holds something")
-
-    def _validate_running(self, sequence: Sequence) -> None:
-        blocks = _table(sequence).blocks
-        if sequence.state is not State.RUNNING or len(blocks) * self.block_size != sequence.capacity:
-            raise LawBroken(f"{sequence} runs with {len(blocks)} blocks of capacity {sequence.capacity}")
-        if not 0 <= sequence.num_computed <= sequence.num_planned <= max(sequence.limit, 0):
-            raise LawBroken(f"{sequence} is ahead of itself")
-        if sequence.num_planned > sequence.capacity or sequence.num_computed > len(sequence.tokens):
-            raise LawBroken(f"{sequence} computes what it has no slots or tokens for")
-        in_flight = sum(
-            flight.counts[i]
-            for flight in self.flights
-            for i, other in enumerate(flight.sequences)
-            if other is sequence and flight.epochs[i] == sequence.epoch
-        )
-        if not sequence.is_fresh and sequence.num_planned - sequence.num_computed != in_flight:
-            raise LawBroken(f"{sequence} has {in_flight} positions in flight")
-        if sequence.is_fresh and sequence.num_planned != sequence.num_computed:
-            raise LawBroken(f"{sequence} is to be admitted anew with work in flight")
-
-    def fail_suspects(self, effects: list[Effect]) -> None:
-        """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
-        tables = {
-            group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in self.running
-        }
-        suspects = self.pool.suspects(list(tables.values()))
-        for block in suspects:
-            self.pool.quarantine(block)
-        for group in list(self.running):
-            if suspects.isdisjoint(tables[group.request_id]):
-                continue
-            for sequence in group.live:
-                sequence.table = None  # its references are not to be trusted
-            self._fail(group, "the server's block accounting failed for this request", effects)
-
-
-def _table(sequence: Sequence) -> BlockTable:
-    if sequence.table is None:
-        raise LawBroken(f"{sequence} has no table")
-    return sequence.table
+        """Every law, counted anew. Raises LawBroken."""
+        under_way = [
+            f for flight in self.flights for f in zip(flight.sequences, flight.epochs, flight.counts, strict=True)
+        ]
+        laws.validate(self.line, under_way, self.block_size)
 
 
 def _entries(logprobs: RowLogprobs | None, draw: int) -> tuple[tuple[int, float], ...]:

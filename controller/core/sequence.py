@@ -8,8 +8,9 @@ Progress of a sequence is two numbers:
     limit         ------------------------->|    num_prompt + max_tokens - 1: the last draw needs no KV of its own
 
 so prefill, chunk, prefix hit, decode and pipelined decode are one sentence: plan the next
-max(len(tokens) - num_planned, 1) positions, never past the limit. `plan_end` is how far planning may go before something is committed: the limit, or
-the end of the prompt while a group of several waits for its fork, or nowhere while a follower waits for its leader.
+max(len(tokens) - num_planned, 1) positions, never past the limit. `plan_end` is how far planning may go before
+something is committed: the limit, or the end of the prompt while a group of several waits for its fork, or nowhere
+while a follower waits for its leader.
 
 Every life of a sequence on a row has a number, `epoch`. A result that carries another number is dropped.
 """
@@ -93,6 +94,13 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def own_table(self) -> BlockTable:
+        """The table of a sequence that must have one."""
+        if self.table is None:
+            raise LawBroken(f"{self} has no table")
+        return self.table
 
     def move(self, to: State) -> None:
         """The one door between states. A move out of RUNNING voids whatever is in flight."""

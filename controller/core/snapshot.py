@@ -1,8 +1,10 @@
 """What an onlooker may know of the engine at one moment. Numbers only; taking one changes nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kilburn.controller.core.lease import LeaseState
+from kilburn.controller.core.placement import Home
+from kilburn.controller.core.scheduler import Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,35 @@ class Snapshot:
     def can_produce(self) -> bool:
         """Whether some worker group could answer now."""
         return any(group.state in (LeaseState.READY, LeaseState.SUSPECT) for group in self.groups)
+
+
+def group_snapshot(home: Home) -> GroupSnapshot:
+    """One home as it is now."""
+    lease, scheduler = home.lease, home.scheduler
+    pool, hello = scheduler.pool, home.lease.hello
+    sequences = [sequence for group in scheduler.line.running for sequence in group.live]
+    counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
+    return GroupSnapshot(
+        name=hello.name,
+        lease=lease.id,
+        state=lease.state,
+        pid=hello.pid,
+        block_size=scheduler.block_size,
+        bytes_per_block=hello.layout.bytes_per_block,
+        max_len=scheduler.max_len,
+        num_blocks=pool.num_blocks,
+        free_blocks=pool.num_free,
+        cached_blocks=pool.num_cached,
+        owned_blocks=pool.num_owned,
+        quarantined_blocks=pool.num_quarantined,
+        shared_refs=pool.num_refs - pool.num_owned,
+        filled_slots=sum(sequence.num_computed for sequence in sequences),
+        owned_slots=sum(sequence.capacity for sequence in sequences),
+        running_requests=len(scheduler.line.running),
+        waiting_requests=len(scheduler.line.waiting),
+        running_sequences=len(sequences),
+        flights=len(scheduler.flights),
+        preemptions=scheduler.line.num_preemptions,
+        evictions=pool.num_evictions,
+        **counters,
+    )

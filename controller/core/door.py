@@ -1,0 +1,43 @@
+"""What can be refused is refused here, before anything is allocated for it.
+
+A request that fits some worker group, alone if need be, can always finish there. One that fits none is turned away with
+the number that would fit.
+"""
+
+from collections.abc import Sequence
+
+from kilburn.controller.core import policy
+from kilburn.controller.core.events import Refusal, Refused, Submit
+from kilburn.controller.core.scheduler import Scheduler
+
+
+def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler]) -> int | None:
+    """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
+
+    Zero or less: the prompt itself does not fit.
+    """
+    rooms = [
+        min(s.max_len, policy.longest_limit(num_prompt, n, s.pool.num_blocks, s.block_size) + 1) - num_prompt
+        for s in schedulers
+    ]
+    return max(rooms, default=None)
+
+
+def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None:
+    """Why the request can run on none of the worker groups; None where it can, or where there are none yet."""
+    num_prompt, n = len(submit.prompt), submit.n
+    if not num_prompt:
+        return Refused(submit.request_id, Refusal.EMPTY, "the prompt has no tokens")
+    limit = num_prompt + submit.max_tokens - 1
+    if not schedulers or any(scheduler.fits(num_prompt, limit, n) for scheduler in schedulers):
+        return None
+    if not any(scheduler.fits_width(n) for scheduler in schedulers):
+        widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
+        message = f"n is {n}, and at most {widest} sequences can run together"
+        return Refused(submit.request_id, Refusal.TOO_WIDE, message)
+    room = room_for(num_prompt, n, schedulers) or 0
+    if room <= 0:
+        message = f"the prompt has {num_prompt} tokens and leaves no room for an answer"
+    else:
+        message = f"the prompt has {num_prompt} tokens and max_tokens is {submit.max_tokens}: at most {room} fit"
+    return Refused(submit.request_id, Refusal.TOO_LONG, message)

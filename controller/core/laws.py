@@ -1,0 +1,63 @@
+"""The laws of one worker group's schedule, counted anew, and what is done when one is broken.
+
+Nothing here shares arithmetic with the code that it checks: references are counted from the tables, progress from the
+flights, rows from the sequences.
+"""
+
+from collections.abc import Iterable
+
+from kilburn.controller.core.events import Effect
+from kilburn.controller.core.lineup import Lineup
+from kilburn.controller.core.sequence import Sequence, State
+from kilburn.shared.types import LawBroken
+
+
+def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block_size: int) -> None:
+    """Everything that must hold between events. `in_flight`: (sequence, epoch, positions) of every plan under way."""
+    sequences = [sequence for group in line.running for sequence in group.live]
+    line.pool.validate([sequence.own_table.blocks for sequence in sequences])
+    rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
+    if sorted(rows + line.free_rows) != list(range(line.max_rows)):
+        raise LawBroken("a row is used twice, or lost")
+    for groups in (line.running, line.waiting):
+        if [g.place for g in groups] != sorted(g.place for g in groups):
+            raise LawBroken("groups out of order")
+        if any(not group.live for group in groups):
+            raise LawBroken("a group with nothing left to do")
+    positions = dict.fromkeys(sequences, 0)
+    for sequence, epoch, count in in_flight:
+        if sequence in positions and epoch == sequence.epoch:
+            positions[sequence] += count
+    for sequence in sequences:
+        _validate_running(sequence, positions[sequence], block_size)
+    for group in line.waiting:
+        if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
+            raise LawBroken(f"request {group.request_id} waits and yet holds something")
+
+
+def _validate_running(sequence: Sequence, in_flight: int, block_size: int) -> None:
+    num_blocks = len(sequence.own_table.blocks)
+    if sequence.state is not State.RUNNING or num_blocks * block_size != sequence.capacity:
+        raise LawBroken(f"{sequence} runs with {num_blocks} blocks of capacity {sequence.capacity}")
+    if not 0 <= sequence.num_computed <= sequence.num_planned <= sequence.limit:
+        raise LawBroken(f"{sequence} is ahead of itself")
+    if sequence.num_planned > sequence.capacity or sequence.num_computed > len(sequence.tokens):
+        raise LawBroken(f"{sequence} computes what it has no slots or tokens for")
+    if not sequence.is_fresh and sequence.num_planned - sequence.num_computed != in_flight:
+        raise LawBroken(f"{sequence} has {in_flight} positions in flight")
+    if sequence.is_fresh and sequence.num_planned != sequence.num_computed:
+        raise LawBroken(f"{sequence} is to be admitted anew with work in flight")
+
+
+def contain(line: Lineup, effects: list[Effect]) -> None:
+    """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
+    tables = {group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in line.running}
+    suspects = line.pool.suspects(tables.values())
+    for block in suspects:
+        line.pool.quarantine(block)
+    for group in list(line.running):
+        if suspects.isdisjoint(tables[group.request_id]):
+            continue
+        for sequence in group.live:
+            sequence.table = None  # its references are not to be trusted
+        line.fail(group, "the server's block accounting failed for this request", effects)

@@ -1,0 +1,136 @@
+"""Who runs, who waits, and on which rows: the groups of one worker group between their arrival and their end.
+
+    waiting  --(admitted: rows, blocks)-->  running  --(ended)-->  gone
+             <--(preempted, evacuated)---
+
+Both lists are in order of place. A group's rows are its own from admission on, those of sequences still to be forked
+included. The one thing that this file does to memory is to let go of it.
+"""
+
+from bisect import insort
+
+from kilburn.controller.core.block_pool import BlockPool
+from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.events import Effect, Finished, Note, NoteKind
+from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.shared.types import FinishReason
+
+
+class Lineup:
+    """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
+
+    def __init__(self, pool: BlockPool, max_rows: int) -> None:
+        self.pool, self.max_rows = pool, max_rows
+        self.running: list[Group] = []
+        self.waiting: list[Group] = []
+        self.ended: list[Group] = []
+        self.free_rows = list(range(max_rows - 1, -1, -1))
+        self.num_preemptions = 0
+
+    # --- on to the rows
+
+    def enqueue(self, group: Group) -> None:
+        insort(self.waiting, group, key=lambda g: g.place)
+
+    @property
+    def load(self) -> int:
+        """Sequences here, for placement."""
+        return self.max_rows - len(self.free_rows) + sum(group.width for group in self.waiting)
+
+    def start(self, group: Group, tables: list[BlockTable], hits: list[int], plan_ends: list[int], size: int) -> None:
+        """The head of the line begins to run: a row for each of its sequences, and for those still to be forked.
+
+        For each live sequence its table, the positions in it that are computed, and how far it may be planned; `size`
+        is that of a block.
+        """
+        self.waiting.remove(group)
+        insort(self.running, group, key=lambda g: g.place)
+        for sequence, table, num_hit, plan_end in zip(group.live, tables, hits, plan_ends, strict=True):
+            sequence.start(self.free_rows.pop(), table, num_hit, len(table.blocks) * size, plan_end)
+        group.reserved_rows = [self.free_rows.pop() for _ in range(group.width - len(group.live))]
+
+    # --- off the rows
+
+    def preempt(self, group: Group, effects: list[Effect]) -> None:
+        """By recompute: the group goes back to its place in the line with its tokens and nothing else."""
+        self.take_off(group, State.WAITING)
+        self.enqueue(group)
+        self.num_preemptions += 1
+        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}"))
+
+    def take_off(self, group: Group, to: State) -> None:
+        """The whole group leaves its rows and blocks."""
+        self.running.remove(group)
+        for sequence in group.live:
+            self.free_rows.append(sequence.leave(to))
+        self.free_rows.extend(group.reserved_rows)
+        group.reserved_rows = []
+
+    def evacuate(self) -> list[Group]:
+        """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
+        groups = [*self.running, *self.waiting]
+        for group in list(self.running):
+            self.take_off(group, State.WAITING)
+        for group in groups:
+            for sequence in group.live:
+                sequence.chain = []  # the next worker may have blocks of another size
+        self.waiting = []
+        return groups
+
+    # --- ends
+
+    def stop(self, group: Group, index: int, effects: list[Effect]) -> None:
+        """The text layer found a stop string in one sequence."""
+        for sequence in group.live:
+            if sequence.index == index and group.has_forked:
+                if sequence.state is State.WAITING:
+                    self._leave_line(sequence, effects)
+                else:
+                    self.end(sequence, FinishReason.STOP, effects)
+                return
+
+    def cancel(self, group: Group) -> None:
+        """The client left: the whole group ends, silently."""
+        if group in self.running:
+            self.take_off(group, State.FINISHED)
+        else:
+            self.waiting.remove(group)
+            for sequence in group.live:
+                sequence.move(State.FINISHED)
+        group.live = []
+        self.ended.append(group)
+
+    def _leave_line(self, sequence: Sequence, effects: list[Effect]) -> None:
+        """A sequence of a waiting group ends by itself."""
+        group = sequence.group
+        sequence.move(State.FINISHED)
+        group.live.remove(sequence)
+        effects.append(Finished(group.request_id, sequence.index, FinishReason.STOP))
+        if not group.live:
+            self.waiting.remove(group)
+            self.ended.append(group)
+
+    def end(self, sequence: Sequence, reason: FinishReason, effects: list[Effect]) -> None:
+        """A running sequence is finished; the last of a group takes it off the list."""
+        group = sequence.group
+        orphans = sequence.followers
+        indices = [sequence.index] if group.has_forked else group.indices()
+        self.free_rows.append(sequence.leave(State.FINISHED))
+        group.live.remove(sequence)
+        for leader in group.live:
+            if sequence in leader.followers:
+                leader.followers.remove(sequence)
+        effects.extend(Finished(group.request_id, index, reason) for index in indices)
+        if not group.live:
+            self.ended.append(group)
+            self.running.remove(group)
+            self.free_rows.extend(group.reserved_rows)
+            group.reserved_rows = []
+        elif orphans:
+            # Nobody computes what they were to share: the group starts over with another leader.
+            self.preempt(group, effects)
+
+    def fail(self, group: Group, message: str, effects: list[Effect]) -> None:
+        indices = group.indices()
+        self.cancel(group)
+        effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)
