@@ -33,10 +33,22 @@ class Name:
 
 @dataclass(slots=True)
 class NameJournal:
-    """Digests that became findable, and digests that ceased to be, since somebody last looked."""
+    """Digests that became findable, and digests that ceased to be, since somebody last looked: the net of it."""
 
-    published: list[bytes] = field(default_factory=list)
-    withdrawn: list[bytes] = field(default_factory=list)
+    published: dict[bytes, None] = field(default_factory=dict)  # in order
+    withdrawn: dict[bytes, None] = field(default_factory=dict)
+
+    def publish(self, digest: bytes) -> None:
+        if digest in self.withdrawn:
+            del self.withdrawn[digest]
+        else:
+            self.published[digest] = None
+
+    def withdraw(self, digest: bytes) -> None:
+        if digest in self.published:
+            del self.published[digest]
+        else:
+            self.withdrawn[digest] = None
 
 
 class BlockPool:
@@ -171,7 +183,7 @@ class BlockPool:
             return False
         self._names[block] = name
         self._named[name.digest] = block
-        self.journal.published.append(name.digest)
+        self.journal.publish(name.digest)
         return True
 
     def withdraw(self, block: int) -> None:
@@ -197,7 +209,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         name = self._names.pop(block)
         del self._named[name.digest]
-        self.journal.withdrawn.append(name.digest)
+        self.journal.withdraw(name.digest)
 
     # --- laws
 

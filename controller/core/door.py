@@ -12,13 +12,14 @@ from kilburn.controller.core.scheduler import Scheduler
 
 
 def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler]) -> int | None:
-    """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
+    """The most max_tokens that a prompt of this length can have on a worker group wide enough; None without one.
 
     Zero or less: the prompt itself does not fit.
     """
     rooms = [
         min(s.max_len, policy.longest_limit(num_prompt, n, s.pool.num_blocks, s.block_size) + 1) - num_prompt
         for s in schedulers
+        if s.fits_width(n)
     ]
     return max(rooms, default=None)
 

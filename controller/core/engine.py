@@ -10,6 +10,7 @@ Every doubt about a worker (silence, a gap, a step past its deadline, an outcome
 treated in one way: its lease ends, and its requests go where they fit or wait `recovery_s` for a new Hello.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -92,14 +93,18 @@ class Engine:
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
         self._is_closing = False
+        # Kept here, so that what was decided and what was not yet heard outlive a broken law.
+        self._events: deque[Event] = deque()
+        self._effects: list[Effect] = []
 
     # --- the door
 
     def handle(self, events: Sequence[Event], now: float) -> list[Effect]:
         """Take note of what happened, and say what to do. Raises LawBroken: a bug, see `contain`."""
-        effects: list[Effect] = []
-        for event in events:
-            self._take(event, now, effects)
+        effects = self._effects
+        self._events.extend(events)
+        while self._events:
+            self._take(self._events.popleft(), now, effects)
         self._pass_time(now, effects)
         self._settle(now, effects)
         for home in self._homes.values():
@@ -108,6 +113,7 @@ class Engine:
             home.scheduler.pool.check()
         if self._is_closing and not self._groups:
             self._drain(effects)
+        self._effects = []
         return effects
 
     @property
@@ -240,13 +246,14 @@ class Engine:
                 pass
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
-        for other, home in list(self._homes.items()):
-            if other == peer or home.lease.hello.name == hello.name:
-                self._end_lease(other, "the worker said Hello again", now, effects)
+        self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False)  # it knows
         reason = self._objection(hello)
         if reason is not None:
             effects.append(Send(peer, Reject(reason)))
             return
+        for other, home in list(self._homes.items()):
+            if home.lease.hello.name == hello.name:
+                self._end_lease(other, "another worker took its name", now, effects)
         self._model_digest = hello.model_digest
         self._leases_began += 1
         settings = self.settings
@@ -261,7 +268,7 @@ class Engine:
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
 
     def _objection(self, hello: Hello) -> str | None:
-        if self._is_closing:
+        if self._is_closing and not self._groups:
             return "the controller is shutting down"
         if hello.world != 1 or hello.rank != 0:
             return "this controller serves worker groups of one rank"
@@ -273,10 +280,10 @@ class Engine:
 
     def _result(self, home: Home, result: StepResult, now: float, effects: list[Effect]) -> None:
         flights = home.scheduler.flights
+        if result.step <= home.scheduler.last_step:
+            return  # committed already
         expected = flights[0].step if flights else None
         if result.step != expected:
-            if expected is not None and result.step < expected:
-                return  # a result that has been committed already
             self._end_lease(home.lease.peer, f"step {result.step} answered, expected {expected}", now, effects)
             return
         try:
@@ -287,13 +294,14 @@ class Engine:
             return
         self._forget_ended(home)
 
-    def _end_lease(self, peer: bytes, reason: str, now: float, effects: list[Effect]) -> None:
+    def _end_lease(self, peer: bytes, reason: str, now: float, effects: list[Effect], is_told: bool = True) -> None:
         home = self._homes.pop(peer, None)
         if home is None:
             return
         home.lease.move(LeaseState.GONE)
         self._leases_ended += 1
-        effects.append(Send(peer, Gone(home.lease.id, reason)))
+        if is_told:
+            effects.append(Send(peer, Gone(home.lease.id, reason)))
         effects.append(Note(NoteKind.LEASE_ENDED, f"lease {home.lease.id}: {reason}"))
         names = home.scheduler.pool.all_names()
         if names:
@@ -358,7 +366,7 @@ class Engine:
     def _report_names(self, home: Home, effects: list[Effect]) -> None:
         journal = home.scheduler.pool.journal
         if journal.published or journal.withdrawn:
-            effects.append(Names(home.lease.hello.name, journal.published, journal.withdrawn))
+            effects.append(Names(home.lease.hello.name, list(journal.published), list(journal.withdrawn)))
             home.scheduler.pool.journal = NameJournal()
 
     def _drain(self, effects: list[Effect]) -> None:
@@ -397,13 +405,13 @@ class Engine:
             raise LawBroken("a request waits for a home twice")
 
     def contain(self, now: float) -> list[Effect]:
-        """After LawBroken: fail the requests whose blocks are not as they should be, and recompute all others.
+        """After LawBroken: fail the requests whose blocks are not as they should be, recompute all others, and go on.
 
         Their blocks are out of use at once, and for good with the lease, which ends for every worker group whose
         laws do not hold.
         """
         self._laws_broken += 1
-        effects: list[Effect] = []
+        effects = self._effects
         for peer, home in list(self._homes.items()):
             try:
                 home.scheduler.validate()
@@ -412,4 +420,4 @@ class Engine:
                 laws.contain(home.scheduler.line, effects)
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects)
-        return effects
+        return self.handle((), now)

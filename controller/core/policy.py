@@ -12,18 +12,20 @@ def most_blocks(num_prompt: int, limit: int, n: int, block_size: int) -> int:
 
     It holds after a preemption too, since a forked group is recomputed as it was made.
     """
-    common = num_prompt // block_size
     total = blocks_for(max(limit, 0), block_size)
-    return total if n == 1 else common + n * max(total - common, 0)
+    if n == 1 or limit <= num_prompt:  # with one token each, all end at the fork and nothing is written after it
+        return total
+    common = num_prompt // block_size
+    return common + n * (total - common)
 
 
 def longest_limit(num_prompt: int, n: int, num_blocks: int, block_size: int) -> int:
     """The largest limit at which a group of n still fits a pool; below num_prompt - 1 the prompt does not fit."""
-    if n == 1:
-        return num_blocks * block_size
+    alone = num_blocks * block_size
+    if n == 1 or alone <= num_prompt:
+        return alone
     common = num_prompt // block_size
-    each = (num_blocks - common) // n
-    return (common + each) * block_size if each >= 0 else -1
+    return max((common + (num_blocks - common) // n) * block_size, num_prompt)
 
 
 def shared_blocks(group: Group, block_size: int) -> int:

@@ -86,6 +86,7 @@ class Scheduler:
         self.line = Lineup(pool, hello.max_rows)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
+        self.last_step = 0  # committed
         self.counters = Counters()
         self._next_step = 1
         self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
@@ -304,7 +305,7 @@ class Scheduler:
             raise Disagreement(f"{len(result.num_tokens)} outcomes for {len(flight.sequences)} advances")
         if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < self.vocab_size:
             raise Disagreement("a token beyond the vocabulary")
-        self.last_commit_at = now
+        self.last_commit_at, self.last_step = now, flight.step
         self._count_timings(result)
         self._lose(result.lost, effects)
         logprobs = {entry.index: entry for entry in result.logprobs}
