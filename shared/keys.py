@@ -45,6 +45,11 @@ class ControllerKeys:
     allowed: frozenset[str]  # public keys of workers
 
     @staticmethod
+    def in_folder(folder: Path) -> "ControllerKeys":
+        """Raises SettingError on a file that is missing, malformed, or open to others."""
+        return ControllerKeys.read(folder / CONTROLLER_FILE, folder / ALLOW_FILE)
+
+    @staticmethod
     def read(key_file: Path, allow_file: Path) -> "ControllerKeys":
         """Raises SettingError on a file that is missing, malformed, or open to others."""
         fields = _read(key_file, is_secret=True)
@@ -56,6 +61,11 @@ class ControllerKeys:
 class WorkerKeys:
     pair: KeyPair
     controller: str  # its public key
+
+    @staticmethod
+    def in_folder(folder: Path, name: str) -> "WorkerKeys":
+        """Raises SettingError on a file that is missing, malformed, or open to others."""
+        return WorkerKeys.read(folder / f"{name}.key")
 
     @staticmethod
     def read(file: Path) -> "WorkerKeys":
@@ -77,10 +87,10 @@ def write_keys(folder: Path, controller: KeyPair, workers: dict[str, KeyPair]) -
     """Write the files of one controller and its workers, mode 0600. Nothing is ever overwritten."""
     for name in workers:
         if NAME.fullmatch(name) is None or f"{name}.key" == CONTROLLER_FILE:
-            raise SettingError(f"worker name {name!r}: use letters, digits, '.', '_' and '-', at most 64, not 'controller'")
-    made = NewKeys(
-        folder / CONTROLLER_FILE, folder / ALLOW_FILE, tuple([folder / f"{name}.key" for name in workers])
-    )
+            raise SettingError(
+                f"worker name {name!r}: use letters, digits, '.', '_' and '-', at most 64, not 'controller'"
+            )
+    made = NewKeys(folder / CONTROLLER_FILE, folder / ALLOW_FILE, tuple([folder / f"{name}.key" for name in workers]))
     for path in (made.controller, made.allowed, *made.workers):
         if path.exists():
             raise SettingError(f"{path} exists and is not overwritten: name an empty folder, or move the file away")
@@ -90,7 +100,9 @@ def write_keys(folder: Path, controller: KeyPair, workers: dict[str, KeyPair]) -
         text = [*_lines(pair), f'controller = "{controller.public}"']
         _write(path, "# A worker's key pair and the public key of its controller.", text)
     listed = [f'"{name}" = "{pair.public}"' for name, pair in workers.items()]
-    _write(made.allowed, "# The workers that the controller admits, by public key. Delete a line to lock one out.", listed)
+    _write(
+        made.allowed, "# The workers that the controller admits, by public key. Delete a line to lock one out.", listed
+    )
     return made
 
 
@@ -116,8 +128,8 @@ def checked_endpoint(endpoint: str, has_keys: bool, setting: str) -> str:
         return f"tcp://{host}:{match['port']}"
     if not has_keys:
         raise SettingError(
-            f"{setting} = {endpoint!r} is not loopback, and there are no keys: anybody who reaches it could read "
-            f"prompts and answer for a worker. Make keys with `kilburn keys new FOLDER` and set keys and allow, or set "
+            f"{setting} = {endpoint!r} is not loopback and there are no keys: whoever reaches it could read prompts "
+            f"and answer for a worker. Make keys with `kilburn keys new FOLDER` and set curve_keys to it, or set "
             f"{setting} to tcp://127.0.0.1:{match['port']}"
         )
     return endpoint

@@ -1,0 +1,168 @@
+"""Messages to test the wire with: one of each kind for the golden bytes, and strategies that make any."""
+
+from hypothesis import strategies as st
+
+from kilburn.shared import messages as m
+from kilburn.shared.layout import DTYPE_BYTES, KVLayout
+from kilburn.shared.sampling import Candidates, Draws, Sampling
+from kilburn.shared.types import Tier
+
+HELLO = m.Hello(
+    "w0", bytes(range(32)), KVLayout(16, 30, 3, 64, "bfloat16", 8), 1000, 200, 256, 2048, 8192, 49152, 1, 2, 4711
+)
+SAMPLING = Sampling(
+    0.5, 40, 0.9, 0.05, 0.1, -0.2, 1.1, ((7, -1.5), (9, 2.0)), 2**64 - 1, 3, (2, 11), 5, Draws(first_stream=1, count=2)
+)
+ADMIT = m.Admit(3, 16, 20, (101, 102, 103, 104), tuple(range(16)), (7, 1), SAMPLING)
+
+FROM_WORKER: dict[str, m.FromWorker] = {
+    "hello": HELLO,
+    "result": m.StepResult(
+        9,
+        5,
+        [1, 0, 2, 1],
+        [11, 12, 13, 14],
+        {1: "NaN in the logits"},
+        (m.KvLost(0, Tier.HOST, 17, 4),),
+        (m.RowLogprobs(2, 2, (12, 12, 13, 5), (-0.5, -0.5, -0.25, float("-inf"))),),
+        m.Timings(0.001, 0.002, 0.003, 0.004),
+    ),
+    "result of decodes": m.StepResult(9, 6, [1, 1, 1], [5, 6, 7]),
+    "beat": m.Beat(9, 5),
+    "done": m.StepDone(9, 5, bytes(reversed(range(32)))),
+    "failed": m.StepFailed(9, 5, "out of memory"),
+    "goodbye": m.Goodbye("drained"),
+}
+FROM_CONTROLLER: dict[str, m.FromController] = {
+    "welcome": m.Welcome(9, 0.5, 2.5, 2, "tcp://127.0.0.1:5556"),
+    "reject": m.Reject("another model"),
+    "plan": m.StepPlan(
+        9, 5, [3, 0, 1], [4, 1, 1], [0, 0, 2], [8, 9, 10], [ADMIT], [(1, 2)], [(3, 4), (5, 6)], [(2, 11)]
+    ),
+    "plan of decodes": m.StepPlan(9, 6, [0, 1, 2], [1, 1, 1]),
+    "plan of beams": m.StepPlan(
+        9, 7, [0], [1], admits=[m.Admit(0, 4, 3, (5,), (), (2,), Sampling(choose=Candidates(6)))]
+    ),
+    "beat": m.Beat(9, 5),
+    "drain": m.Drain(9),
+    "gone": m.Gone(9, "silence"),
+}
+
+NATURALS = st.integers(0, 2**31 - 1)
+POSITIVES = st.integers(1, 2**31 - 1)
+COUNTERS = st.integers(0, 2**63 - 1)
+REALS = st.floats(allow_nan=False, allow_infinity=False)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+DIGESTS = st.binary(min_size=32, max_size=32)
+
+
+def lists(of: st.SearchStrategy, most: int = 8) -> st.SearchStrategy:
+    return st.lists(of, max_size=most)
+
+
+def tuples(of: st.SearchStrategy, most: int = 8) -> st.SearchStrategy:
+    return lists(of, most).map(tuple)
+
+
+PAIRS = lists(st.tuples(NATURALS, NATURALS))
+LAYOUTS = st.builds(
+    KVLayout,
+    st.integers(1, 4096),
+    st.integers(1, 4096),
+    st.integers(1, 65536),
+    st.integers(1, 65536),
+    st.sampled_from(sorted(DTYPE_BYTES)),
+    NATURALS,
+)
+SAMPLINGS = st.builds(
+    Sampling,
+    REALS,
+    NATURALS,
+    REALS,
+    REALS,
+    REALS,
+    REALS,
+    REALS,
+    tuples(st.tuples(NATURALS, REALS)),
+    st.integers(0, 2**64 - 1),
+    NATURALS,
+    tuples(NATURALS),
+    st.integers(-1, 20),
+    st.builds(Draws, NATURALS, POSITIVES) | st.builds(Candidates, POSITIVES),
+)
+ADMITS = st.builds(
+    m.Admit, NATURALS, NATURALS, NATURALS, tuples(NATURALS), tuples(NATURALS), tuples(NATURALS), SAMPLINGS
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> m.StepPlan:
+    rows = draw(lists(NATURALS))
+    counts = draw(st.lists(st.integers(1, 3), min_size=len(rows), max_size=len(rows)))
+    grown = draw(lists(st.tuples(st.integers(0, len(rows) - 1), NATURALS))) if rows else []
+    return m.StepPlan(
+        draw(COUNTERS),
+        draw(COUNTERS),
+        rows,
+        counts,
+        [at for at, _ in grown],
+        [block for _, block in grown],
+        draw(lists(ADMITS, 3)),
+        draw(PAIRS),
+        draw(PAIRS),
+        draw(PAIRS),
+    )
+
+
+@st.composite
+def results(draw: st.DrawFn) -> m.StepResult:
+    num_tokens = draw(lists(st.integers(0, 3)))
+    tokens = draw(st.lists(NATURALS, min_size=sum(num_tokens), max_size=sum(num_tokens)))
+    indices = st.integers(0, len(num_tokens) - 1) if num_tokens else st.nothing()
+    logprobs = []
+    for index in sorted(draw(st.sets(indices, max_size=3))) if num_tokens else []:
+        width = draw(st.integers(1, 4))
+        size = width * num_tokens[index]
+        ids = draw(st.lists(NATURALS, min_size=size, max_size=size))
+        values = draw(st.lists(st.floats(width=32, max_value=0.0, allow_nan=False), min_size=size, max_size=size))
+        logprobs.append(m.RowLogprobs(index, width, tuple(ids), tuple(values)))
+    lost = st.builds(m.KvLost, indices, st.sampled_from(Tier), NATURALS, COUNTERS)
+    return m.StepResult(
+        draw(COUNTERS),
+        draw(COUNTERS),
+        num_tokens,
+        tokens,
+        draw(st.dictionaries(indices, TEXTS, max_size=3)) if num_tokens else {},
+        tuple(draw(lists(lost, 3))) if num_tokens else (),
+        tuple(logprobs),
+        draw(st.builds(m.Timings, REALS, REALS, REALS, REALS)),
+    )
+
+
+ANY: dict[type, st.SearchStrategy] = {
+    m.Hello: st.builds(
+        m.Hello,
+        TEXTS,
+        DIGESTS,
+        LAYOUTS,
+        NATURALS,
+        NATURALS,
+        POSITIVES,
+        POSITIVES,
+        POSITIVES,
+        POSITIVES,
+        NATURALS,
+        POSITIVES,
+        NATURALS,
+    ),
+    m.StepResult: results(),
+    m.Beat: st.builds(m.Beat, COUNTERS, COUNTERS),
+    m.StepDone: st.builds(m.StepDone, COUNTERS, COUNTERS, DIGESTS),
+    m.StepFailed: st.builds(m.StepFailed, COUNTERS, COUNTERS, TEXTS),
+    m.Goodbye: st.builds(m.Goodbye, TEXTS),
+    m.Welcome: st.builds(m.Welcome, COUNTERS, REALS, REALS, POSITIVES, TEXTS),
+    m.Reject: st.builds(m.Reject, TEXTS),
+    m.StepPlan: plans(),
+    m.Drain: st.builds(m.Drain, COUNTERS),
+    m.Gone: st.builds(m.Gone, COUNTERS, TEXTS),
+}
