@@ -174,6 +174,12 @@ def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             at + "mlp.up_proj.weight": (inner, hidden),
             at + "mlp.down_proj.weight": (hidden, inner),
         }
+        if config.get("attention_bias"):
+            shapes |= {at + f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", q), ("k", kv), ("v", kv))}
+            shapes[at + "self_attn.o_proj.bias"] = (hidden,)
+        if config.get("mlp_bias"):
+            sizes = {"gate": inner, "up": inner, "down": hidden}
+            shapes |= {at + f"mlp.{name}_proj.bias": (size,) for name, size in sizes.items()}
         if config["model_type"] == "qwen2":
             shapes |= {at + f"self_attn.{name}_proj.bias": (size,) for name, size in (("q", q), ("k", kv), ("v", kv))}
         if config["model_type"] == "qwen3":

@@ -1,0 +1,139 @@
+"""OPT: learned positions, layer norms, biases everywhere, an MLP with no gate.
+
+    x = embed(ids) [projected to hidden] + place(position)
+    each layer:   norm_first (all but the 350m model)       norm after the sum (350m)
+                  x += out(attention(norm(x)))               x = norm(x + out(attention(x)))
+                  x += fc2(act(fc1(norm(x))))                x = norm(x + fc2(act(fc1(x))))
+    logits = head([projected](norm(x)))
+
+The table of positions starts with two rows that stand for padding and are never read.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.worker.models.checkpoint import Checkpoint
+from kilburn.worker.models.config import ModelConfig, OptFamily
+from kilburn.worker.models.layers import Embedding, Linear, embedding, linear, merged, owned, tied_embedding
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+LEFTOVERS = ()
+_POSITION_OFFSET = 2
+_NORM_EPS = 1e-5  # torch's own default: OPT's config has no setting for it
+
+
+class _Taker:
+    """Takes the parameters of one model, with its prefix, device and dtype."""
+
+    def __init__(self, weights: Checkpoint, family: OptFamily, device: torch.device, dtype: torch.dtype) -> None:
+        self.weights, self.family, self.device, self.dtype = weights, family, device, dtype
+        # Checkpoints from before the head had a module of its own lack the first part.
+        self.prefix = "decoder." if "decoder.embed_tokens.weight" in weights else "model.decoder."
+
+    def raw(self, name: str, out: int, into: int) -> tuple[Tensor, Tensor | None]:
+        weight = self.weights.take(f"{self.prefix}{name}.weight", out, into)
+        return weight, self.weights.take(f"{self.prefix}{name}.bias", out) if self.family.bias else None
+
+    def linear(self, name: str, out: int, into: int) -> Linear:
+        return linear(*self.raw(name, out, into), self.device, self.dtype)
+
+    def plain_linear(self, name: str, out: int, into: int) -> Linear:
+        return linear(self.weights.take(f"{self.prefix}{name}.weight", out, into), None, self.device, self.dtype)
+
+    def norm(self, name: str, size: int) -> "Norm":
+        if not self.family.norm_affine:
+            return Norm(size, None, None)
+        parts = [self.weights.take(f"{self.prefix}{name}.{part}", size) for part in ("weight", "bias")]
+        weight, bias = [owned(part, self.device, self.dtype) for part in parts]
+        return Norm(size, weight, bias)
+
+
+class Norm:
+    """Layer norm over the last dimension."""
+
+    __slots__ = ("_bias", "_shape", "_weight")
+
+    def __init__(self, size: int, weight: Tensor | None, bias: Tensor | None) -> None:
+        self._shape, self._weight, self._bias = (size,), weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self._shape, self._weight, self._bias, _NORM_EPS)
+
+
+class Layer:
+    """The weights of one layer."""
+
+    __slots__ = ("attn_norm", "fc1", "fc2", "mlp_norm", "out", "qkv")
+
+    def __init__(self, config: ModelConfig, index: int, take: _Taker) -> None:
+        at, hidden = f"layers.{index}.", config.hidden
+        qkv = [take.raw(f"{at}self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v")]
+        self.qkv = merged([w for w, _ in qkv], [b for _, b in qkv], take.device, take.dtype)
+        self.out = take.linear(f"{at}self_attn.out_proj", hidden, hidden)
+        self.attn_norm = take.norm(f"{at}self_attn_layer_norm", hidden)
+        self.fc1 = take.linear(f"{at}fc1", config.intermediate, hidden)
+        self.fc2 = take.linear(f"{at}fc2", hidden, config.intermediate)
+        self.mlp_norm = take.norm(f"{at}final_layer_norm", hidden)
+
+
+class OptModel:
+    """An OPT decoder, ready to run on one device."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        family: OptFamily,
+        weights: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self._norm_first = config, family.norm_first
+        self._activation = ACTIVATIONS[family.activation]
+        take = _Taker(weights, family, device, dtype)
+        hidden, width = config.hidden, family.embed_width
+        name, shape = f"{take.prefix}embed_tokens.weight", (config.vocab_size, width)
+        if config.tie_word_embeddings:
+            self._embed, self._head = tied_embedding(weights, name, shape, device, dtype)
+        else:
+            self._embed = embedding(weights, name, shape, device, dtype)
+            self._head = linear(weights.take("lm_head.weight", *shape), None, device, dtype)
+        places = weights.take(f"{take.prefix}embed_positions.weight", config.max_len + _POSITION_OFFSET, hidden)
+        self._places = Embedding(owned(places[_POSITION_OFFSET:], device, dtype), dtype)
+        projected = width != hidden
+        self._project_in = take.plain_linear("project_in", hidden, width) if projected else None
+        self._project_out = take.plain_linear("project_out", width, hidden) if projected else None
+        self._layers = [Layer(config, i, take) for i in range(config.num_layers)]
+        self._norm = take.norm("final_layer_norm", hidden) if family.final_norm else None
+        self._scale = config.head_dim**-0.5
+        weights.finish(LEFTOVERS)
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+        """ids int64 [T] -> hidden [T, embed_width]; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
+        heads = (-1, self.config.num_heads, self.config.head_dim)
+        x = self._embed(ids)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        x = x + self._places(batch.positions)
+        for index, layer in enumerate(self._layers):
+            kv = pool[:, index]
+            h = layer.attn_norm(x) if self._norm_first else x
+            q, k, v = [part.view(heads) for part in layer.qkv(h).chunk(3, dim=-1)]
+            kernels.kv_write(q, k, v, kv, batch, None)
+            x = x + layer.out(kernels.paged_attention(q, kv, batch, self._scale).flatten(1))
+            x = x if self._norm_first else layer.attn_norm(x)
+            h = layer.mlp_norm(x) if self._norm_first else x
+            x = x + layer.fc2(self._activation(layer.fc1(h)))
+            x = x if self._norm_first else layer.mlp_norm(x)
+        if self._norm is not None:
+            x = self._norm(x)
+        return x if self._project_out is None else self._project_out(x)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, embed_width] of the rows that sample -> float32 [R, vocab]."""
+        return self._head(hidden).float()
