@@ -1,0 +1,146 @@
+"""From a validated request to what is asked of the streams: token ids, sampling, a number of tokens that fits.
+
+Lengths, with `room` the tokens that fit behind the prompt into the model's length and the largest pool:
+
+    max_tokens not given    completions 16, chat as many as there is room for; cut to the room
+    max_tokens given        refused if it exceeds the room, as OpenAI and vLLM do
+    no room at all          refused, unless max_tokens is 0
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Protocol
+
+from kilburn.controller.api.errors import ApiError, bad_request
+from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest
+from kilburn.controller.choice import Ask
+from kilburn.controller.text import Text
+from kilburn.shared.sampling import Sampling
+
+DEFAULT_COMPLETION = 16  # OpenAI's
+
+
+class Capacity(Protocol):
+    """What is known of the workers."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    async def room_for(self, num_prompt: int, n: int) -> int:
+        """The most tokens that an answer can have. Waits for a worker; raises ApiError where none comes."""
+
+
+def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
+    """Raises ApiError for ids that the model does not have."""
+    for id, _ in request.logit_bias:
+        if id >= vocab_size:
+            raise bad_request("logit_bias", f"logit_bias: this model has no token {id}; ids go to {vocab_size - 1}")
+    for id in request.stop_token_ids:
+        if id >= vocab_size:
+            raise bad_request("stop_token_ids", f"stop_token_ids: this model has no token {id}")
+    eos = () if request.ignore_eos else text.eos_ids
+    seed = request.seed if request.seed is not None else secrets.randbits(64)
+    return Sampling(
+        temperature=request.temperature,
+        top_k=max(request.top_k, 0),
+        top_p=request.top_p,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias=request.logit_bias,
+        seed=seed % 2**64,
+        min_tokens=request.min_tokens,
+        stop_ids=tuple(dict.fromkeys([*eos, *request.stop_token_ids])),
+        logprobs=num_logprobs,
+    )
+
+
+async def fitted(
+    request: Choosing, wanted: int | None, default: int | None, num_prompt: int, capacity: Capacity
+) -> int:
+    """max_tokens of one prompt, by the rules at this file's head. Raises ApiError."""
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if num_prompt == 0:
+        raise bad_request(field, f"{field}: this is a prompt of no tokens; give at least one")
+    room = await capacity.room_for(num_prompt, request.n)
+    if room < (0 if wanted == 0 else 1):
+        raise bad_request(
+            field,
+            f"the prompt has {num_prompt} tokens, which leaves no room for an answer; at most "
+            f"{max(num_prompt + room - 1, 0)} fit",
+            "context_length_exceeded",
+        )
+    if wanted is not None and wanted > room:
+        raise bad_request(
+            "max_tokens",
+            f"the prompt has {num_prompt} tokens and max_tokens is {wanted}; at most {room} fit behind it",
+            "context_length_exceeded",
+        )
+    max_tokens = wanted if wanted is not None else min(room, default if default is not None else room)
+    if request.min_tokens > max_tokens:
+        raise bad_request("min_tokens", f"min_tokens must not exceed max_tokens, which is {max_tokens}")
+    return max_tokens
+
+
+def _ask(request: Choosing, prompt: Sequence[int], max_tokens: int, sampling: Sampling, prefix: str = "") -> Ask:
+    return Ask(
+        prompt,
+        max_tokens,
+        sampling,
+        n=request.n,
+        priority=request.priority,
+        stops=request.stop,
+        include_stop=request.include_stop_str_in_output,
+        skip_special=request.skip_special_tokens,
+        prefix=prefix,
+    )
+
+
+async def completion_asks(request: CompletionRequest, text: Text, capacity: Capacity) -> list[Ask]:
+    """One for each prompt. Raises ApiError."""
+    num_logprobs = request.logprobs if request.logprobs is not None else -1
+    sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
+    asks: list[Ask] = []
+    for prompt, ids in zip(request.prompt, await _prompt_ids(request, text, capacity), strict=True):
+        max_tokens = await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(ids), capacity)
+        prefix = ""
+        if request.echo:
+            prefix = prompt if isinstance(prompt, str) else text.decode(ids, request.skip_special_tokens)
+        asks.append(_ask(request, ids, max_tokens, sampling, prefix))
+    return asks
+
+
+async def _prompt_ids(request: CompletionRequest, text: Text, capacity: Capacity) -> list[Sequence[int]]:
+    texts = [prompt for prompt in request.prompt if isinstance(prompt, str)]
+    encoded = iter(
+        await text.encode(texts, add_special=request.add_special_tokens, trusted=request.allow_special_tokens)
+        if texts
+        else []
+    )
+    found: list[Sequence[int]] = []
+    for prompt in request.prompt:
+        if isinstance(prompt, str):
+            found.append(next(encoded))
+            continue
+        beyond = [id for id in prompt if id >= capacity.vocab_size]
+        if beyond:
+            raise bad_request("prompt", f"prompt: this model has no token {beyond[0]}")
+        found.append(prompt)
+    return found
+
+
+async def chat_ask(request: ChatRequest, ids: Sequence[int], text: Text, capacity: Capacity) -> Ask:
+    """Raises ApiError."""
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
+    wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    return _ask(request, ids, await fitted(request, wanted, None, len(ids), capacity), sampling)
+
+
+def no_worker(recovery_s: float) -> ApiError:
+    return ApiError(503, f"no worker is ready, and none came within {recovery_s:g} s", code="no_worker")
+
+
+def queue_full(num_waiting: int) -> ApiError:
+    return ApiError(429, f"{num_waiting} requests are waiting; try again later", code="queue_full")

@@ -1,0 +1,91 @@
+"""Every error that a client can see, in OpenAI's shape, made in one place.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+
+An ApiError is written for the client. Any other exception is ours: it is logged here and told as "internal error",
+without its words, which could hold paths, addresses or other people's text.
+"""
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kilburn.controller.core.events import Refusal, Refused
+
+log = logging.getLogger("kilburn.api")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_STATUS: dict[Refusal, tuple[int, str]] = {
+    Refusal.EMPTY: (400, "empty_prompt"),
+    Refusal.TOO_LONG: (400, "context_length_exceeded"),
+    Refusal.TOO_WIDE: (400, "too_many_choices"),
+    Refusal.QUEUE_FULL: (429, "queue_full"),
+    Refusal.NO_WORKER: (503, "no_worker"),
+    Refusal.SHUTTING_DOWN: (503, "shutting_down"),
+}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}  # others by their hundred
+
+
+class ApiError(Exception):
+    """What the client did, or what became of its request. `param` names the field at fault."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+
+def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def refusal(refused: Refused) -> ApiError:
+    status, code = _STATUS[refused.refusal]
+    return ApiError(status, refused.message or refused.refusal.value, code=code)
+
+
+def failure(message: str) -> ApiError:
+    """A request that was accepted and could not be finished."""
+    return ApiError(500, message or "the request failed while it ran", code="request_failed")
+
+
+def encoded(error: ApiError) -> str:
+    kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    about = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return json.dumps({"error": about}, ensure_ascii=False)
+
+
+def response(error: ApiError) -> web.Response:
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.Response(text=encoded(error), status=error.status, content_type="application/json", headers=headers)
+
+
+_SAID = {
+    404: "there is nothing at this address; the API begins with /v1",
+    405: "this address does not answer to this method",
+    413: "the request body is too large",
+}
+
+
+@web.middleware
+async def every_error(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The one way out for exceptions, and the outermost middleware."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        answer = response(ApiError(error.status, _SAID.get(error.status, error.reason)))
+        if allowed := error.headers.get("Allow"):
+            answer.headers["Allow"] = allowed
+        return answer
+    except ConnectionError:
+        raise  # the client left while it was being written to
+    except Exception:
+        log.exception("a request to %s failed", request.match_info.route.resource)
+        return response(ApiError(500, "internal error", code="internal_error"))

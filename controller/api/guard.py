@@ -1,0 +1,51 @@
+"""The door: which routes exist, and who may use each.
+
+Access is a property of the handler that was matched, never of the text of a URL: there is nothing to parse twice and
+differently. A handler that is not in the table is closed to everyone but admins, and an address that matches no
+handler tells a stranger only that a key is wanted.
+"""
+
+from enum import Enum
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from kilburn.controller.api.errors import ApiError, Handler
+from kilburn.controller.auth import ANYONE, Keyring, Tenant
+
+TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
+
+
+class Access(Enum):
+    OPEN = "open"
+    TENANT = "tenant"
+    ADMIN = "admin"
+
+
+class Guard:
+    """Lets through whom the keyring knows. `access` maps handlers to who may use them."""
+
+    def __init__(self, keyring: Keyring, access: dict[Handler, Access]) -> None:
+        self._keyring = keyring
+        self._access = access
+
+    def admit(self, request: web.Request) -> Tenant:
+        """Who asks. Raises ApiError."""
+        access = self._access.get(request.match_info.handler, Access.ADMIN)
+        if access is Access.OPEN or self._keyring.is_empty:
+            return ANYONE
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        tenant = self._keyring.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        if access is Access.ADMIN and not tenant.is_admin and request.match_info.http_exception is None:
+            raise ApiError(403, "this route is for admin keys", code="forbidden")
+        return tenant
+
+    def middleware(self) -> Middleware:
+        @web.middleware
+        async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+            request[TENANT] = self.admit(request)
+            return await handler(request)
+
+        return guarded

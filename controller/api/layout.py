@@ -1,0 +1,163 @@
+"""How answers look: OpenAI's completions and chat completions, whole and in chunks.
+
+A chunk is put together from text that was made ready once per answer, since it is made once per token:
+
+    {"id": ..., "created": ..., "model": ..., "choices": [{"index":        0, "text": "..."  , "finish_reason": null}]}
+    '----------------------- head -----------------------'        '- per delta -'           '-------- tail ---------'
+
+Log probabilities have two layouts. Completions: four parallel lists. Chat: one object a token, with its bytes.
+What this file does not know: where deltas come from, how they are sent.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
+from uuid import uuid4
+
+from kilburn.controller.choice import Delta, Scored
+from kilburn.controller.streams import Answer
+from kilburn.controller.text import Text
+from kilburn.shared.types import FinishReason
+
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+
+
+class Layout(Protocol):
+    """One answer's form."""
+
+    def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]: ...
+
+    def opening(self, num_choices: int) -> Iterator[str]:
+        """Chunks before any text."""
+
+    def chunks(self, delta: Delta) -> Iterator[str]: ...
+
+    def usage_chunk(self, answer: Answer) -> str: ...
+
+
+def usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.num_prompt_tokens,
+        "completion_tokens": answer.num_tokens,
+        "total_tokens": answer.num_prompt_tokens + answer.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+class _Head:
+    """What every form of one answer begins with."""
+
+    def __init__(self, prefix: str, kind: str, model: str, with_usage: bool) -> None:
+        self.fields = {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self._begin = to_json(self.fields)[:-1] + ',"choices":['
+        self.tail = '],"usage":null}' if with_usage else "]}"
+
+    def chunk(self, choice: str) -> str:
+        return f"{self._begin}{choice}{self.tail}"
+
+    def usage_chunk(self, answer: Answer) -> str:
+        return f'{self._begin}],"usage":{to_json(usage(answer))}}}'
+
+
+class CompletionLayout:
+    def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
+        self._text, self._with_logprobs = text, with_logprobs
+        self._head = _Head("cmpl", "text_completion", model, with_usage)
+
+    def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": delta.index,
+                "text": delta.text,
+                "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
+                "finish_reason": _finish(delta),
+            }
+            for delta in deltas
+        ]
+        return {**self._head.fields, "choices": choices, "usage": usage(answer)}
+
+    def opening(self, num_choices: int) -> Iterator[str]:
+        return iter(())
+
+    def chunks(self, delta: Delta) -> Iterator[str]:
+        if delta.text or delta.scored:
+            logprobs = to_json(self._logprobs(delta.scored)) if self._with_logprobs else "null"
+            body = f'"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":null'
+            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+        if delta.finish is not None:
+            body = f'"text":"","logprobs":null,"finish_reason":{to_json(_finish(delta))}'
+            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+
+    def usage_chunk(self, answer: Answer) -> str:
+        return self._head.usage_chunk(answer)
+
+    def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:
+        scored = list(scored)
+        name = self._text.token_text
+        return {
+            "tokens": [name(s.id) for s in scored],
+            "token_logprobs": [max(s.logprob, LEAST_LOGPROB) for s in scored],
+            "top_logprobs": [
+                {name(id): max(logprob, LEAST_LOGPROB) for id, logprob in (*s.likeliest, (s.id, s.logprob))}
+                for s in scored
+            ],
+            "text_offset": [s.start for s in scored],
+        }
+
+
+class ChatLayout:
+    def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
+        self._text, self._with_logprobs = text, with_logprobs
+        self._head = _Head("chatcmpl", "chat.completion.chunk", model, with_usage)
+
+    def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": delta.index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
+                "finish_reason": _finish(delta),
+            }
+            for delta in deltas
+        ]
+        fields = {**self._head.fields, "object": "chat.completion"}
+        return {**fields, "choices": choices, "usage": usage(answer)}
+
+    def opening(self, num_choices: int) -> Iterator[str]:
+        for index in range(num_choices):
+            body = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            yield self._head.chunk(f'{{"index":{index},{body}}}')
+
+    def chunks(self, delta: Delta) -> Iterator[str]:
+        if delta.text or delta.scored:
+            logprobs = to_json(self._logprobs(delta.scored)) if self._with_logprobs else "null"
+            body = f'"delta":{{"content":{to_json(delta.text)}}},"logprobs":{logprobs},"finish_reason":null'
+            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+        if delta.finish is not None:
+            body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(_finish(delta))}'
+            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+
+    def usage_chunk(self, answer: Answer) -> str:
+        return self._head.usage_chunk(answer)
+
+    def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:
+        content = [
+            {**self._one(s.id, s.logprob), "top_logprobs": [self._one(id, logprob) for id, logprob in s.likeliest]}
+            for s in scored
+        ]
+        return {"content": content, "refusal": None}
+
+    def _one(self, id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._text.token_text(id),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(self._text.token_bytes(id)),
+        }
+
+
+def _finish(delta: Delta) -> str | None:
+    return _FINISH.get(delta.finish) if delta.finish is not None else None

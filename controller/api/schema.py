@@ -1,0 +1,194 @@
+"""The requests that clients may send, field by field.
+
+Names and defaults are OpenAI's where it has them, else vLLM's. What is here is what is honoured: a field that would
+change the answer and is not honoured is refused by name rather than ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kilburn.controller.api.checks import Check, Entry, Flag, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
+from kilburn.controller.api.errors import bad_request
+
+INT32_MAX = 2**31 - 1
+MOST_CHARS = 1 << 24  # of one prompt; the body's own limit is usually lower
+MOST_PROMPTS = 64
+MOST_CHOICES = 64  # n times prompts
+MOST_MESSAGES = 4096
+MOST_STOPS = 16
+MOST_STOP_CHARS = 256
+MOST_STOP_IDS = 256
+MOST_BIASES = 1024
+MOST_LOGPROBS = 20
+MOST_PROMPT_IDS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """A text, token ids, or a list of either."""
+
+    def read(self, value: Any, where: str) -> "tuple[str | tuple[int, ...], ...]":
+        token, words = Whole(0, INT32_MAX), Words(MOST_CHARS)
+        if isinstance(value, str):
+            return (words.read(value, where),)
+        if not isinstance(value, list):
+            raise bad_request(where, f"{where} must be a string, a list of strings, token ids or a list of these")
+        if not value:
+            raise bad_request(where, f"{where} is empty; give at least one token")
+        if isinstance(value[0], int):
+            return (Many(token, MOST_PROMPT_IDS).read(value, where),)
+        one: Check = words if isinstance(value[0], str) else Many(token, MOST_PROMPT_IDS)
+        return Many(one, MOST_PROMPTS).read(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class StopTexts:
+    """One stop string or several."""
+
+    def read(self, value: Any, where: str) -> tuple[str, ...]:
+        word = Words(MOST_STOP_CHARS, least=1)
+        if isinstance(value, str):
+            return (word.read(value, where),)
+        return Many(word, MOST_STOPS).read(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """{"token id": bias}. The ids are compared with the vocabulary once that is known."""
+
+    def read(self, value: Any, where: str) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict) or len(value) > MOST_BIASES:
+            raise bad_request(where, f"{where} must be an object of at most {MOST_BIASES} entries")
+        biases: dict[int, float] = {}
+        for name, bias in value.items():
+            if not (name.isascii() and name.isdigit() and len(name) <= 10):
+                raise bad_request(where, f"{where} must have token ids as its keys")
+            biases[int(name)] = Real(-100.0, 100.0).read(bias, f"{where}.{int(name)}")
+        return tuple(biases.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    include_usage: bool = knob(Flag(), False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """The fields that completions and chat share."""
+
+    model: str = knob(Words(256), "")
+    max_tokens: int | None = knob(Whole(0, INT32_MAX), None)
+    temperature: float = knob(Real(0.0, 2.0), 1.0)
+    top_p: float = knob(Real(0.0, 1.0), 1.0)
+    top_k: int = knob(Whole(-1, INT32_MAX), 0)
+    min_p: float = knob(Real(0.0, 1.0), 0.0)
+    presence_penalty: float = knob(Real(-2.0, 2.0), 0.0)
+    frequency_penalty: float = knob(Real(-2.0, 2.0), 0.0)
+    repetition_penalty: float = knob(Real(0.0, 100.0, open_low=True), 1.0)
+    logit_bias: tuple[tuple[int, float], ...] = knob(Biases(), ())
+    seed: int | None = knob(Whole(-(2**63), 2**64 - 1), None)
+    stop: tuple[str, ...] = knob(StopTexts(), ())
+    stop_token_ids: tuple[int, ...] = knob(Many(Whole(0, INT32_MAX), MOST_STOP_IDS), ())
+    min_tokens: int = knob(Whole(0, INT32_MAX), 0)
+    ignore_eos: bool = knob(Flag(), False)
+    include_stop_str_in_output: bool = knob(Flag(), False)
+    skip_special_tokens: bool = knob(Flag(), True)
+    allow_special_tokens: bool = knob(Flag(), False)  # ours: control tokens written out in the text count as such
+    n: int = knob(Whole(1, MOST_CHOICES), 1)
+    priority: int = knob(Whole(-(2**31), INT32_MAX), 0)
+    stream: bool = knob(Flag(), False)
+    stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)  # noqa: RUF009  # a field
+    use_beam_search: None = knob(Unsupported((False,), "leave it out"), None)
+    prompt_logprobs: None = knob(Unsupported((), "leave it out"), None)
+    truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
+    allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
+    bad_words: None = knob(Unsupported(([],), "use logit_bias"), None)
+    logits_processors: None = knob(Unsupported(([],), "leave it out"), None)
+    structured_outputs: None = knob(Unsupported(({},), "leave it out"), None)
+    guided_json: None = knob(Unsupported((), "leave it out"), None)
+    guided_regex: None = knob(Unsupported((), "leave it out"), None)
+    guided_choice: None = knob(Unsupported((), "leave it out"), None)
+    guided_grammar: None = knob(Unsupported((), "leave it out"), None)
+    response_format: None = knob(Unsupported(({"type": "text"},), "only plain text is produced"), None)
+    cache_salt: None = knob(Unsupported((), "leave it out"), None)
+
+    def __post_init__(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options", "stream_options is only allowed when stream is true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest(Choosing):
+    prompt: tuple[str | tuple[int, ...], ...] = knob(Prompts(), ())
+    add_special_tokens: bool = knob(Flag(), True)
+    echo: bool = knob(Flag(), False)
+    logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
+    best_of: int | None = knob(Whole(1, MOST_CHOICES), None)
+    suffix: None = knob(Unsupported(("",), "this model continues text and does not fill gaps"), None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompt:
+            raise bad_request("prompt", "prompt is missing or empty; give at least one token")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("max_tokens", "max_tokens must be at least 1, unless echo is true")
+        if self.echo and self.logprobs is not None:
+            raise bad_request("logprobs", "log probabilities of the prompt are not supported; drop echo or logprobs")
+        if self.best_of is not None and self.best_of != self.n:
+            raise bad_request("best_of", "best_of other than n is not supported; leave it out", "unsupported_parameter")
+        if self.n * len(self.prompt) > MOST_CHOICES:
+            raise bad_request("n", f"n times the number of prompts must be at most {MOST_CHOICES}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest(Choosing):
+    messages: tuple[dict[str, Any], ...] = needed(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1))
+    max_completion_tokens: int | None = knob(Whole(1, INT32_MAX), None)
+    logprobs: bool = knob(Flag(), False)
+    top_logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
+    add_generation_prompt: bool | None = knob(Flag(), None)
+    continue_final_message: bool = knob(Flag(), False)
+    chat_template_kwargs: dict[str, Any] | None = knob(Tree(4096), None)  # noqa: RUF009  # a field
+    chat_template: None = knob(Unsupported((), "only the model's own template is used"), None)
+    tool_choice: None = knob(Unsupported(("none",), "calls of tools are not parsed"), None)
+    tools: None = knob(Unsupported(([],), "calls of tools are not parsed"), None)
+    functions: None = knob(Unsupported(([],), "calls of functions are not parsed"), None)
+    modalities: None = knob(Unsupported((["text"],), "only text is produced"), None)
+    audio: None = knob(Unsupported((), "only text is produced"), None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs", "top_logprobs wants logprobs: true")
+        if self.max_tokens == 0:
+            raise bad_request("max_tokens", "max_tokens must be at least 1")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
+            )
+        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
+            raise bad_request("chat_template_kwargs", "chat_template_kwargs must be an object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeRequest:
+    """vLLM's: a prompt, or messages."""
+
+    model: str = knob(Words(256), "")
+    prompt: str | None = knob(Words(MOST_CHARS), None)
+    messages: tuple[dict[str, Any], ...] | None = knob(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1), None)
+    add_special_tokens: bool | None = knob(Flag(), None)
+    add_generation_prompt: bool = knob(Flag(), True)
+    continue_final_message: bool = knob(Flag(), False)
+    allow_special_tokens: bool = knob(Flag(), False)
+    return_token_strs: bool = knob(Flag(), False)
+
+    def __post_init__(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("prompt", "give either prompt or messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetokenizeRequest:
+    tokens: tuple[int, ...] = needed(Many(Whole(0, INT32_MAX), MOST_PROMPT_IDS))
+    model: str = knob(Words(256), "")

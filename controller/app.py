@@ -1,0 +1,176 @@
+"""The controller as a process: what its settings ask for is built, bound, and taken down in good order.
+
+    settings -> keys, text, engine -> Driver -> link bound -> REST bound -> Running ... signal -> drain -> all closed
+
+What this file does not know: what happens in between (driver.py, api/).
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from kilburn.controller.api.routes import Service, application
+from kilburn.controller.auth import KeyFault, Keyring, read_keys
+from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.driver import Driver, drain
+from kilburn.controller.link import ControllerLink
+from kilburn.controller.metrics import Metrics
+from kilburn.controller.registry import InProcessRegistry
+from kilburn.controller.text import TextError, read_folder
+from kilburn.shared.config import ControllerSettings
+from kilburn.shared.keys import ControllerKeys, SettingError
+
+log = logging.getLogger("kilburn")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MOST_HEADER_BYTES = 8190
+
+
+@dataclass
+class Running:
+    """A controller that is bound and serves."""
+
+    http_address: str
+    endpoint: str  # where workers connect
+    model_name: str
+    driver: Driver
+    app: web.Application
+
+    def is_ready(self) -> bool:
+        """What GET /health says."""
+        return self.driver.why_not_ready() is None
+
+    def worker_ended(self, pid: int, reason: str) -> None:
+        """The process of a worker is known to be gone. One that never said Hello is ignored."""
+        self.driver.worker_ended(pid, reason)
+
+
+def engine_settings(settings: ControllerSettings) -> EngineSettings:
+    return EngineSettings(
+        depth=settings.depth,
+        max_step_tokens=settings.max_step_tokens,
+        beat_s=settings.beat_seconds,
+        silence_s=settings.silence_seconds,
+        step_deadline_s=settings.step_seconds,
+        recovery_s=settings.recovery_seconds,
+        max_waiting=settings.max_waiting,
+    )
+
+
+def _keyring(settings: ControllerSettings) -> Keyring:
+    try:
+        keyring = read_keys(settings.api_key_file, os.environ.get("KILBURN_API_KEYS", ""))
+    except KeyFault as fault:
+        raise SettingError(str(fault)) from fault
+    if keyring.is_empty and settings.host not in LOOPBACK:
+        raise SettingError(
+            f"--host {settings.host}: beyond loopback API keys are needed; set --api-key-file or KILBURN_API_KEYS, "
+            "or give --host 127.0.0.1"
+        )
+    return keyring
+
+
+def _curve_keys(settings: ControllerSettings) -> ControllerKeys | None:
+    if not settings.curve_keys:
+        return None
+    folder = Path(settings.curve_keys)
+    return ControllerKeys.read(folder / "controller.key", folder / "workers.allow")
+
+
+@asynccontextmanager
+async def running_controller(settings: ControllerSettings) -> AsyncIterator[Running]:
+    """A controller for as long as the block lasts. Raises SettingError for what the settings ask and cannot have."""
+    keyring = _keyring(settings)
+    # Threads of the tokenizers library would take the cores that a worker on this machine computes with.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        text = await asyncio.to_thread(read_folder, Path(settings.model))
+    except TextError as error:
+        raise SettingError(f"--model: {error}") from error
+    driver = Driver(Engine(engine_settings(settings)), InProcessRegistry(), text)
+    link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
+    driver.send = link.send
+    model_name = settings.served_model_name or Path(settings.model).name
+    service = Service(
+        text=text,
+        streams=driver.streams,
+        capacity=driver,
+        metrics=Metrics(driver.engine.snapshot, driver.streams.counts, link.counters),
+        model_name=model_name,
+        created=int(time.time()),
+        max_len=driver.max_len,
+        why_not_ready=driver.why_not_ready,
+    )
+    app = application(service, keyring, settings.max_body)
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves frees its blocks
+        access_log=None,
+        max_line_size=MOST_HEADER_BYTES,
+        max_field_size=MOST_HEADER_BYTES,
+        shutdown_timeout=1.0,
+    )
+    try:
+        await link.start()
+        await runner.setup()
+        port = await _listen(runner, settings)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        yield Running(f"http://{host}:{port}", link.endpoint, model_name, driver, app)
+    finally:
+        await runner.cleanup()
+        driver.close()
+        await link.close()
+        text.close()
+
+
+async def _listen(runner: web.AppRunner, settings: ControllerSettings) -> int:
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+    except OSError as error:
+        where = f"{settings.host}:{settings.port}"
+        raise SettingError(
+            f"--port {settings.port}: cannot listen on {where} ({error.strerror}); give another --port, or 0 for any"
+        ) from error
+    port: int = runner.addresses[0][1]
+    return port
+
+
+async def _either(asked: asyncio.Event, fatal: asyncio.Future[None]) -> None:
+    """Until a signal asks to stop. Raises what is fatal."""
+    stop = asyncio.ensure_future(asked.wait())
+    ends: list[asyncio.Future[Any]] = [stop, fatal]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if fatal.done():
+        fatal.result()
+
+
+async def run_controller(settings: ControllerSettings, on_running: Callable[[Running], None] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends that. Raises SettingError and LawBroken."""
+    loop = asyncio.get_running_loop()
+    asked, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if asked.is_set() else asked).set()
+
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")  # no effect where it is set up
+    log.setLevel(settings.log_level.upper())
+    async with running_controller(settings) as running:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            if on_running is not None:
+                on_running(running)
+            await _either(asked, running.driver.fatal)
+            await drain(running.driver, settings.drain_seconds, hurry)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)

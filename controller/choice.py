@@ -1,0 +1,157 @@
+"""The text of one sequence as it grows: one choice of an answer.
+
+    feed(token) -> Detokenizer -> StopStrings -> let out --take()--> Delta
+
+A choice ends once: at its stop string, or with the engine's last word. Its reason and its count of tokens are what the
+client is told. A stop id ends an answer and is no part of it. Log probabilities leave with the text that they are
+about, and not before: they spell it, and might spell a stop string.
+What this file does not know: requests, the engine, who reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kilburn.controller.detokenize import Detokenizer, StopStrings
+from kilburn.shared.sampling import Sampling
+from kilburn.shared.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt, as the edge hands it over. `prefix` is text that the answer begins with (echo)."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    n: int = 1
+    priority: int = 0
+    salt: bytes = b""
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False  # stop strings and stop ids stay in the text
+    skip_special: bool = True
+    prefix: str = ""
+
+
+@dataclass(slots=True)
+class Scored:
+    """A token of the answer with its log probability. `start` is where its text begins in the choice's text."""
+
+    id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+    start: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of a choice since it was last asked."""
+
+    index: int
+    text: str
+    scored: list[Scored]
+    finish: FinishReason | None  # set in the last delta, and only there
+    message: str = ""
+
+
+class Choice:
+    """The text of one sequence as it grows."""
+
+    __slots__ = (
+        "_detokenizer",
+        "_include_stop",
+        "_length",
+        "_let_out",
+        "_message",
+        "_min_tokens",
+        "_out",
+        "_scored",
+        "_scored_out",
+        "_stop_ids",
+        "_stops",
+        "_told",
+        "finish",
+        "index",
+        "num_tokens",
+    )  # fmt: skip
+
+    def __init__(self, index: int, ask: Ask, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish: FinishReason | None = None
+        self._message = ""
+        self._told = False
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(ask.stops, ask.include_stop) if ask.stops else None
+        self._stop_ids = frozenset(ask.sampling.stop_ids)
+        self._include_stop = ask.include_stop
+        self._min_tokens = ask.sampling.min_tokens
+        self._out = [ask.prefix] if ask.prefix else []
+        self._length = self._let_out = len(ask.prefix)  # of the text decoded, and of the text let out
+        self._scored: list[tuple[Scored, int]] = []  # (token, where its text ends or -1), until its text is out
+        self._scored_out: list[Scored] = []
+
+    def feed(self, token: int, logprobs: tuple[tuple[int, float], ...]) -> bool:
+        """The sequence went on. True: this completed a stop string, and the choice has ended."""
+        self.num_tokens += 1
+        if token in self._stop_ids and not self._include_stop:
+            return False  # its last token: it ends the answer and is no part of it
+        piece = self._detokenizer.step(token)
+        if logprobs:
+            (id, logprob), *likeliest = logprobs
+            self._scored.append((Scored(id, logprob, tuple(likeliest), self._length), -1))
+        return bool(piece) and self._grow(piece)
+
+    def _grow(self, piece: str) -> bool:
+        self._length += len(piece)
+        if self._scored:
+            self._scored = [(scored, self._length if end < 0 else end) for scored, end in self._scored]
+        stopped = False
+        if self._stops is not None and self.num_tokens > self._min_tokens:
+            piece, stopped = self._stops.feed(piece)
+        if piece:
+            self._out.append(piece)
+            self._let_out += len(piece)
+        if self._scored:
+            self._release()
+        if stopped:
+            self._scored.clear()
+            self.finish = FinishReason.STOP
+        return stopped
+
+    def _release(self) -> None:
+        """Log probabilities go out with the text that they are about: they spell it."""
+        num_out = 0
+        for scored, end in self._scored:
+            if not 0 <= end <= self._let_out:
+                break
+            self._scored_out.append(scored)
+            num_out += 1
+        del self._scored[:num_out]
+
+    def end(self, reason: FinishReason, message: str) -> None:
+        """The engine's last word. Lets out what was held."""
+        self._message = message
+        if self._grow(self._detokenizer.flush()):
+            return
+        if self._stops is not None:
+            held = self._stops.flush()
+            self._out.append(held)
+            self._let_out += len(held)
+        self._release()
+        self.finish = reason
+
+    def fail(self, message: str) -> None:
+        """Ends it here. What was held stays held."""
+        self.finish, self._message = FinishReason.ERROR, message
+
+    def take(self) -> Delta:
+        text = "".join(self._out)
+        self._out.clear()
+        scored, self._scored_out = self._scored_out, []
+        finish = None if self._told else self.finish
+        self._told = self.finish is not None
+        return Delta(self.index, text, scored, finish, self._message)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._out or self._scored_out) or (self.finish is not None and not self._told)

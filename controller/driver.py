@@ -1,0 +1,204 @@
+"""What turns the engine: events in, effects out, in one event loop.
+
+    api --> streams --Submit, Stop, Cancel-->  one turn = engine.handle(all events so far) -> effects, in order
+    ROUTER --> link --Arrived, Left--------->             Send --> link     Emit... --> streams --Stop--> same turn
+                       timer --Tick--------->             Names --> registry      Note --> log
+
+Everything happens on one thread in turns of the loop, so the engine is never entered twice, and what arrives in one
+turn is handled in one batch. A broken law is a bug of ours: the engine contains the damage, and a second one within a
+minute ends the process, as does any other exception of the engine at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kilburn.controller.api.asking import no_worker, queue_full
+from kilburn.controller.core.engine import Engine
+from kilburn.controller.core.events import Arrived, Effect, Event, Left, Names, Note, NoteKind, Send, Shutdown, Tick
+from kilburn.controller.registry import PrefixRegistry
+from kilburn.controller.streams import Streams
+from kilburn.controller.text import Text
+from kilburn.shared.messages import FromController, Hello
+from kilburn.shared.types import LawBroken
+
+log = logging.getLogger("kilburn")
+INT32_MAX = 2**31 - 1
+MOST_PEERS = 1024
+REPEATED_S = 60.0  # a second broken law within so long ends the process
+
+
+class Driver:
+    """Turns the engine: the only one who calls `handle`."""
+
+    def __init__(self, engine: Engine, registry: PrefixRegistry, text: Text) -> None:
+        self.engine = engine
+        self.registry = registry
+        self.streams = Streams(self.post, text.detokenizer)
+        self.send: Callable[[bytes, FromController], None] = lambda peer, message: None  # until there is a link
+        self.vocab_size = text.vocab_size
+        self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._events: list[Event] = []
+        self._is_booked = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._peers: dict[int, bytes] = {}  # by process id, for those who watch processes
+        self._broken_at = -REPEATED_S
+        self._has_workers = asyncio.Event()
+        self._num_wanting = 0  # requests that wait to know how long they may be
+        self._is_draining = False
+
+    def post(self, event: Event) -> None:
+        """Handled in this turn, or booked for the next."""
+        self._events.append(event)
+        if not self._is_booked:
+            self._is_booked = True
+            self._loop.call_soon(self._turn)
+
+    def deliver(self, events: Sequence[Arrived | Left]) -> None:
+        """From the link: what peers sent, in order."""
+        for event in events:
+            if type(event) is Arrived and type(event.message) is Hello:
+                self._note_hello(event.peer, event.message)
+            self.post(event)
+
+    def _note_hello(self, peer: bytes, hello: Hello) -> None:
+        self.vocab_size = hello.vocab_size
+        self._peers.pop(hello.pid, None)
+        self._peers[hello.pid] = peer
+        if len(self._peers) > MOST_PEERS:
+            del self._peers[next(iter(self._peers))]
+
+    def worker_ended(self, pid: int, reason: str) -> None:
+        peer = self._peers.pop(pid, None)
+        if peer is not None:
+            self.post(Left(peer, reason))
+
+    def _turn(self) -> None:
+        try:
+            # Stop events that streams post while effects are performed are handled before the turn is over.
+            while self._events:
+                self._handle(self._loop.time())
+            self._is_booked = False
+            self._set_timer()
+        except Exception as error:
+            # Nothing is known of the engine's state any more: better no process than one that goes quiet.
+            log.exception("the engine cannot go on")
+            self.streams.fail_all("the server found a fault of its own and stops")
+            self._end_with(error)
+        finally:
+            self.streams.turn_ended()
+
+    def _handle(self, now: float) -> None:
+        events, self._events = self._events, []
+        try:
+            effects = self.engine.handle(events, now)
+        except LawBroken:
+            effects = self._contain(now)
+        for effect in effects:
+            self._perform(effect, now)
+
+    def _perform(self, effect: Effect, now: float) -> None:
+        if type(effect) is Send:
+            self.send(effect.peer, effect.message)
+        elif type(effect) is Names:
+            self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
+        elif type(effect) is Note:
+            self._log(effect)
+        else:
+            self.streams.perform(effect)  # type: ignore[arg-type]  # all that are left
+
+    def _log(self, note: Note) -> None:
+        if note.kind is NoteKind.LEASE_BEGAN:
+            self._has_workers.set()
+        level = logging.DEBUG if note.kind is NoteKind.PREEMPTED else logging.INFO
+        log.log(logging.ERROR if note.kind is NoteKind.LAW_BROKEN else level, "%s: %s", note.kind.value, note.text)
+
+    def _contain(self, now: float) -> list[Effect]:
+        """What the engine makes of it: it keeps what it had decided, and fails only what cannot be trusted."""
+        log.exception("a law was broken")
+        if now - self._broken_at < REPEATED_S:
+            self._end_with(LawBroken("a second law was broken within a minute"))
+        self._broken_at = now
+        return self.engine.contain(now)
+
+    def _end_with(self, error: Exception) -> None:
+        if not self.fatal.done():
+            self.fatal.set_exception(error)
+
+    def _set_timer(self) -> None:
+        deadline = self.engine.deadline
+        if deadline is None:
+            return  # a timer that is set does no harm
+        if self._timer is not None:
+            if not self._timer.cancelled() and self._timer.when() <= deadline:
+                return  # it will look again
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.post(Tick())
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- what is known of the workers
+
+    async def room_for(self, num_prompt: int, n: int) -> int:
+        room = self._room_now(num_prompt, n)
+        if room is not None:
+            return room
+        # Lengths are not known before there is a worker. The wait is bounded as that of an accepted request is.
+        settings = self.engine.settings
+        if self._num_wanting >= settings.max_waiting:
+            raise queue_full(self._num_wanting)
+        self._num_wanting += 1
+        try:
+            async with asyncio.timeout(settings.recovery_s):
+                while room is None:
+                    self._has_workers.clear()
+                    await self._has_workers.wait()
+                    room = self._room_now(num_prompt, n)
+        except TimeoutError:
+            raise no_worker(settings.recovery_s) from None
+        finally:
+            self._num_wanting -= 1
+        return room
+
+    def _room_now(self, num_prompt: int, n: int) -> int | None:
+        if self._is_draining:
+            return INT32_MAX  # the engine refuses everything now, and says why
+        room = self.engine.room_for(num_prompt, n)
+        # One that is too wide for every worker is for the engine to refuse, which says how wide it may be.
+        return room if room is not None else self.engine.room_for(num_prompt, 1)
+
+    def begin_draining(self) -> None:
+        self._is_draining = True
+        self._has_workers.set()
+        self.post(Shutdown())
+
+    def max_len(self) -> int | None:
+        return max((group.max_len for group in self.engine.snapshot().groups), default=None)
+
+    def why_not_ready(self) -> str | None:
+        snapshot = self.engine.snapshot()
+        if snapshot.is_closing:
+            return "shutting down"
+        return None if snapshot.can_produce else "no worker is ready"
+
+
+async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:
+    """No new requests; those that are here may finish, for so long or until `hurry`; then the workers are told."""
+    driver.begin_draining()
+    deadline = asyncio.get_running_loop().time() + seconds
+    while driver.streams.num_open and not hurry.is_set() and asyncio.get_running_loop().time() < deadline:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(hurry.wait(), 0.02)
+    if driver.streams.num_open:
+        log.info("%d requests were cut short", driver.streams.num_open)
+    driver.streams.fail_all("the server is shutting down")
+    driver.post(Tick())
+    await asyncio.sleep(0.05)  # a last turn: the workers' Drain goes out, and the failed answers are written

@@ -1,0 +1,146 @@
+"""Keys, and that no route is open but health."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kilburn.controller.app import running_controller
+from kilburn.controller.auth import KeyFault, Keyring, Tenant, read_keys
+from kilburn.shared.config import ControllerSettings
+from kilburn.shared.keys import SettingError
+from tests.api.vocabularies import write_folder
+from tests.api.world import World, served
+
+ALICE, ROOT = "sk-alice-0001", "sk-root-00002"
+
+
+def test_keys_from_file_and_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    digest = hashlib.sha256(b"sk-hashed-key").hexdigest()
+    file.write_text(f"# ours\n\nalice:{ALICE}\nroot:{ROOT}:admin\n  ops:sha256${digest}:admin\n")
+    ring = read_keys(str(file), "sk-inline-key, bob:sk-bob-00003")
+    assert ring.tenant_of(ALICE) == Tenant("alice")
+    assert ring.tenant_of(ROOT) == Tenant("root", is_admin=True)
+    assert ring.tenant_of("sk-hashed-key") == Tenant("ops", is_admin=True)
+    assert ring.tenant_of("sk-inline-key") == Tenant("default")
+    assert ring.tenant_of("sk-bob-00003") == Tenant("bob")
+    for wrong in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), digest, f"sha256${digest}", "\udcff"):
+        assert ring.tenant_of(wrong) is None
+    assert ALICE not in repr(ring)
+    assert read_keys("", "").is_empty
+
+
+@pytest.mark.parametrize(
+    ("inline", "complaint"),
+    [
+        ("short", "entry 1: a key has at least 8"),
+        ("a:b:c:d", "entry 1 must be"),
+        ("good-key-1,a b:good-key-2", "entry 2: a tenant's name"),
+        ("alice:good-key-1:root", "entry 1 must be"),
+        ("sha256$abc", "64 hexadecimal"),
+        ("alice:with blank", "no blanks"),
+    ],
+)
+def test_unreadable_keys_are_named_by_place_and_never_shown(inline: str, complaint: str) -> None:
+    with pytest.raises(KeyFault, match=complaint) as caught:
+        read_keys("", inline)
+    assert "good-key" not in str(caught.value)
+
+
+def test_a_file_without_keys_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# none\n")
+    with pytest.raises(KeyFault, match="holds no key"):
+        read_keys(str(tmp_path / "keys"), "")
+    with pytest.raises(KeyFault, match="cannot be read"):
+        read_keys(str(tmp_path / "none"), "")
+
+
+class Watched(bytes):
+    """A digest that may not be compared by ==, which stops at the first difference."""
+
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("compared by ==")
+
+
+class Walked(tuple[tuple[bytes, Tenant], ...]):
+    """Entries that know how far a search went."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Iterator[tuple[bytes, Tenant]]:
+        for entry in super().__iter__():
+            self.num_seen += 1
+            yield entry
+
+
+@pytest.mark.parametrize(("key", "name"), [(ALICE, "0"), (ROOT, "1"), ("other", None)])
+def test_all_keys_are_always_compared_and_without_leaving_early(key: str, name: str | None) -> None:
+    digests = [hashlib.sha256(each.encode()).digest() for each in (ALICE, ROOT)]
+    entries = Walked((Watched(digest), Tenant(str(i))) for i, digest in enumerate(digests))
+    found = Keyring(entries).tenant_of(key)
+    assert (found.name if found is not None else None) == name
+    assert entries.num_seen == 2
+
+
+def every_route(world: World) -> list[tuple[str, str]]:
+    app = world.running.app
+    return [
+        (route.method, route.resource.canonical.replace("{model}", "toy"))
+        for route in app.router.routes()
+        if route.resource is not None
+    ]
+
+
+async def test_no_route_is_open_but_health(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice:{ALICE}\nroot:{ROOT}:admin\n")
+    async with served(tmp_path, settings={"api_key_file": str(keys)}) as world:
+        routes = every_route(world)
+        assert len(routes) >= 8
+        open_routes = set()
+        for method, path in [*routes, ("GET", "/nowhere"), ("POST", "/v1/nowhere"), ("DELETE", "/v1/completions")]:
+            for headers in (
+                {},
+                {"Authorization": f"Bearer {ALICE}x"},
+                {"Authorization": ALICE},
+                {"Authorization": f"Basic {ALICE}"},
+                {"Host": "/health", "X-Forwarded-For": "127.0.0.1", "X-Original-URL": "/health"},
+            ):
+                async with world.session.request(method, world.url + path, headers=headers) as response:
+                    if response.status != 401:
+                        open_routes.add((method, path, response.status))
+                    elif method != "HEAD":
+                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+        assert open_routes == {("GET", "/health", 200)} | (
+            {("HEAD", "/health", 200)} if ("HEAD", "/health") in routes else set()
+        )
+        for key in (ALICE, ROOT):
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": "x", "max_tokens": 1}
+            assert (await world.post("/v1/completions", body, headers=headers))[0] == 200
+            async with world.session.get(world.url + "/nowhere", headers=headers) as response:
+                assert response.status == 404
+            async with world.session.get(world.url + "/metrics", headers=headers) as response:
+                assert response.status == 200
+        for path in (
+            "//health",
+            "/health/../v1/models",
+            "/health/%2e%2e/v1/models",
+            "/v1/models?x=/health",
+            "/v1/models#/health",
+        ):
+            async with world.session.get(world.url + path) as response:
+                assert response.status in (401, 200)
+                assert "object" not in await response.json()
+
+
+async def test_beyond_loopback_keys_are_needed(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    settings = ControllerSettings(model=str(tmp_path), host="0.0.0.0", port=0, bind="tcp://127.0.0.1:0")
+    with pytest.raises(SettingError, match="--api-key-file"):
+        async with running_controller(settings):
+            pass

@@ -1,0 +1,185 @@
+"""Streams without sockets: effects in, deltas and events out."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from kilburn.controller.choice import Ask, Delta
+from kilburn.controller.core.events import Cancel, Emit, Event, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.streams import Answer, Streams
+from kilburn.shared.sampling import Sampling
+from kilburn.shared.types import FinishReason
+from tests.api.vocabularies import byte_level
+from tests.api.world import EOS, ids_of
+
+TEXT = byte_level()
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+class Bench:
+    """Streams whose engine is the test."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.streams = Streams(self.events.append, TEXT.detokenizer)
+
+    async def ask(self, *asks: Ask) -> Answer:
+        asking = asyncio.ensure_future(self.streams.ask(asks))
+        await asyncio.sleep(0)
+        self.streams.turn_ended()
+        return await asking
+
+    def say(self, request_id: int, text: str, index: int = 0) -> None:
+        for id in ids_of(text):
+            self.streams.perform(Emit(request_id, index, id))
+
+    def finish(self, request_id: int, reason: FinishReason, index: int = 0) -> None:
+        self.streams.perform(Finished(request_id, index, reason))
+
+
+def ask(stops: Sequence[str] = (), n: int = 1, **sampling: object) -> Ask:
+    return Ask([5], 100, Sampling(stop_ids=(EOS,), **sampling), n=n, stops=tuple(stops))  # type: ignore[arg-type]
+
+
+async def test_a_reader_that_comes_late_gets_one_delta() -> None:
+    bench = Bench()
+    answer = await bench.ask(ask())
+    (submit,) = bench.events
+    assert isinstance(submit, Submit)
+    for _ in range(50):
+        bench.say(submit.request_id, "hello world ")
+    (delta,) = await answer.deltas()
+    assert delta == Delta(0, "hello world " * 50, [], None)
+    bench.say(submit.request_id, "x")
+    bench.finish(submit.request_id, LENGTH)
+    assert await answer.deltas() == [Delta(0, "x", [], LENGTH)]
+    assert answer.is_over
+    assert await answer.deltas() == []
+    assert bench.streams.num_open == 0
+
+
+async def test_a_reader_that_waits_is_woken() -> None:
+    bench = Bench()
+    answer = await bench.ask(ask())
+    waiting = asyncio.ensure_future(answer.deltas())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    bench.say(1, "x")
+    assert [delta.text for delta in await waiting] == ["x"]
+    whole = asyncio.ensure_future(answer.whole())
+    await asyncio.sleep(0)
+    bench.finish(1, STOP)
+    assert await whole == [Delta(0, "", [], STOP)]
+
+
+async def test_after_its_stop_string_a_sequence_is_not_listened_to() -> None:
+    bench = Bench()
+    answer = await bench.ask(ask(["stop"], n=2))
+    bench.say(1, "so stop it")
+    assert bench.events[1:] == [Stop(1, 0)], "at once, and once"
+    num_tokens = answer.choices[0].num_tokens
+    bench.say(1, "more")
+    bench.finish(1, LENGTH)
+    assert await answer.deltas() == [Delta(0, "so ", [], STOP)]
+    assert answer.choices[0].num_tokens == num_tokens < len(ids_of("so stop it"))
+    assert not answer.is_over, "its sister goes on"
+    bench.say(1, "fine", index=1)
+    bench.finish(1, LENGTH, index=1)
+    assert await answer.deltas() == [Delta(1, "fine", [], LENGTH)]
+    assert answer.is_over
+    assert bench.streams.counts.requests == {"length": 1}
+
+
+async def test_a_stop_string_in_the_last_letters() -> None:
+    """The engine ends the sequence in the same turn: the reason is the text's, and no Stop is needed any more."""
+    bench = Bench()
+    answer = await bench.ask(ask(["\ufffd"]))
+    half = ids_of("\U0001f600")[:2]
+    for id in (*ids_of("ab"), *half):
+        bench.streams.perform(Emit(1, 0, id))
+    bench.finish(1, LENGTH)
+    assert await answer.deltas() == [Delta(0, "ab", [], STOP)]
+
+
+@pytest.mark.parametrize("when", ["before a word", "between words", "after the stop string of one", "after the end"])
+async def test_leaving_cancels_what_is_still_open(when: str) -> None:
+    bench = Bench()
+    answer = await bench.ask(ask(["stop"], n=2), ask())
+    if when != "before a word":
+        bench.say(1, "one two")
+    if when == "after the stop string of one":
+        bench.say(1, "stop")
+    if when == "after the end":
+        for request_id, index in ((1, 0), (1, 1), (2, 0)):
+            bench.finish(request_id, LENGTH, index)
+    bench.events.clear()
+    bench.streams.leave(answer)
+    bench.streams.leave(answer)
+    assert bench.events == ([] if when == "after the end" else [Cancel(1), Cancel(2)])
+    assert bench.streams.num_open == 0
+    bench.say(1, "late")
+    bench.finish(1, FinishReason.CANCELLED)
+    bench.say(99, "never known")
+
+
+async def test_a_client_that_leaves_before_the_engine_heard_of_it() -> None:
+    bench = Bench()
+    asking = asyncio.ensure_future(bench.streams.ask([ask()]))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert bench.events[1:] == [Cancel(1)]
+    bench.streams.turn_ended()
+
+
+async def test_one_refused_prompt_refuses_all() -> None:
+    bench = Bench()
+    answer = await bench.ask(ask(), ask(), ask())
+    refused = Refused(2, Refusal.QUEUE_FULL, "full")
+    waiting = asyncio.ensure_future(answer.deltas())
+    await asyncio.sleep(0)
+    bench.streams.perform(refused)
+    assert await waiting == []
+    assert answer.refused == refused
+    assert answer.is_over
+    assert bench.events[3:] == [Cancel(1), Cancel(3)]
+    assert bench.streams.num_open == 0
+
+
+async def test_cached_tokens_and_counts() -> None:
+    bench = Bench()
+    answer = await bench.ask(ask(), Ask([1, 2, 3], 5, Sampling()))
+    bench.streams.perform(Started(1, 0))
+    bench.streams.perform(Started(2, 2))
+    bench.say(2, "ab")
+    assert (answer.cached_tokens, answer.num_prompt_tokens, answer.num_tokens) == (2, 4, len(ids_of("ab")))
+    counts = bench.streams.counts
+    assert (counts.prompt_tokens, counts.cached_tokens, counts.output_tokens) == (4, 2, len(ids_of("ab")))
+
+
+async def test_failing_all_ends_every_answer_with_an_error() -> None:
+    bench = Bench()
+    first, second = await bench.ask(ask(n=2)), await bench.ask(ask())
+    bench.say(1, "ab", index=1)
+    bench.streams.fail_all("broken")
+    assert [(d.index, d.text, d.finish, d.message) for d in await first.whole()] == [
+        (0, "", FinishReason.ERROR, "broken"),
+        (1, "ab", FinishReason.ERROR, "broken"),
+    ]
+    assert [d.finish for d in await second.deltas()] == [FinishReason.ERROR]
+    assert bench.streams.num_open == 0
+    assert bench.events[-2:] == [Cancel(1), Cancel(2)]
+
+
+async def test_a_fault_in_one_text_fails_that_request_only() -> None:
+    bench = Bench()
+    first, second = await bench.ask(ask()), await bench.ask(ask())
+    bench.say(1, "ab")
+    bench.streams.perform(Emit(1, 0, -5))  # no id that any tokenizer takes
+    bench.say(2, "fine")
+    bench.finish(2, LENGTH)
+    (broken,) = await first.whole()
+    assert (broken.finish, broken.text) == (FinishReason.ERROR, "ab")
+    assert bench.events[-1] == Cancel(1)
+    assert await second.whole() == [Delta(0, "fine", [], LENGTH)]
