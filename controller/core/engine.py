@@ -66,7 +66,7 @@ class EngineSettings:
     silence_s: float = 5.0
     step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
     recovery_s: float = 60.0  # how long a request waits for a worker group
-    max_waiting: int = 1024  # requests that have not been admitted
+    max_waiting: int = 1024  # requests that wait, preempted ones included
 
 
 @dataclass(slots=True)
@@ -303,7 +303,8 @@ class Engine:
         if is_told:
             effects.append(Send(peer, Gone(home.lease.id, reason)))
         effects.append(Note(NoteKind.LEASE_ENDED, f"lease {home.lease.id}: {reason}"))
-        names = home.scheduler.pool.all_names()
+        pool = home.scheduler.pool
+        names = [*pool.journal.withdrawn, *pool.all_names()]
         if names:
             effects.append(Names(home.lease.hello.name, [], names))
         for group in home.scheduler.evacuate():

@@ -6,6 +6,7 @@ flights, rows from the sequences.
 
 from collections.abc import Iterable
 
+from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.events import Effect
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.sequence import Sequence, State
@@ -30,6 +31,7 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
             positions[sequence] += count
     for sequence in sequences:
         _validate_running(sequence, positions[sequence], block_size)
+        _validate_blocks(line.pool, sequence, block_size)
     for group in line.waiting:
         if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
             raise LawBroken(f"request {group.request_id} waits and yet holds something")
@@ -47,6 +49,15 @@ def _validate_running(sequence: Sequence, in_flight: int, block_size: int) -> No
         raise LawBroken(f"{sequence} has {in_flight} positions in flight")
     if sequence.is_fresh and sequence.num_planned != sequence.num_computed:
         raise LawBroken(f"{sequence} is to be admitted anew with work in flight")
+
+
+def _validate_blocks(pool: BlockPool, sequence: Sequence, block_size: int) -> None:
+    """What plans under way write is nobody else's, and only what is computed has a name."""
+    for i, block in enumerate(sequence.own_table.blocks):
+        start, end = i * block_size, (i + 1) * block_size
+        is_written = start < sequence.num_planned and sequence.num_computed < min(end, sequence.num_planned)
+        if is_written and not pool.is_writable(block):
+            raise LawBroken(f"{sequence} writes block {block}, which others hold or may find")
 
 
 def contain(line: Lineup, effects: list[Effect]) -> None:

@@ -314,6 +314,11 @@ class Scheduler:
         for i, sequence in enumerate(flight.sequences):
             end = at + result.num_tokens[i]
             drawn, at = tokens[at:end], end
+            if i in result.failed:
+                for digest in sequence.chain:
+                    block = self.pool.find(digest)
+                    if block is not None:
+                        self.pool.withdraw(block)
             if sequence.epoch != flight.epochs[i]:
                 continue  # of a life that is over
             if i in unwell:
