@@ -4,8 +4,9 @@
 #   make test     lint and every suite, each within its time budget           (SUITES="core wire" for some)
 
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 .DEFAULT_GOAL := help
-MODEL ?= smollm2-135m
+MODEL ?= smollm2-135m-instruct
 PORT ?= 8000
 ARGS ?=
 SUITES ?=

@@ -1,17 +1,19 @@
 """Every setting of every command, once. `settings.py` says how they are read.
 
-    kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings, and MODEL may be anything that names one
+    kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings
     kilburn controller  ControllerSettings
     kilburn worker      WorkerSettings
 
-A name that two commands share means the same in both. Zero, or an empty text, means "choose for me" wherever the help
-says so.
+A name that two commands share means the same in both. The command line resolves `model` to a prepared folder; what runs
+behind it (`run_controller`, `python -m kilburn.worker`) is given that folder. Zero, or an empty text, means "choose for
+me" wherever the help says so.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kilburn.shared.kinds import Choice, Count, Duration, Size, Switch, Text
+from kilburn.shared.model_files import BUNDLED_NAME
 from kilburn.shared.settings import (
     Settings,
     SettingsError,
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
+MODEL = f"a folder (safetensors), a GGUF file, {BUNDLED_NAME} (bundled) or a hub id"
+REVISION = "of a hub id: branch, tag or commit; empty: main"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
 
 
@@ -46,7 +50,8 @@ LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
 class ControllerSettings(Settings):
     """What decides: the door, the queue, the leases."""
 
-    model: str = setting("", Text("FOLDER"), "prepared model folder: the tokenizer and chat template", required=True)
+    model: str = setting("", Text("MODEL"), MODEL, required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
     served_model_name: str = setting("", Text("NAME"), "what clients call the model; empty: the model's own name")
     host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
     port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
@@ -78,7 +83,8 @@ class ControllerSettings(Settings):
 class WorkerSettings(Settings):
     """What computes: the model, its memory, its batch."""
 
-    model: str = setting("", Text("FOLDER"), "prepared model folder (safetensors)", required=True)
+    model: str = setting("", Text("MODEL"), MODEL, required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
     connect: str = setting(DEFAULT_ENDPOINT, Text("ENDPOINT"), "the controller's `bind`")
     curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
     name: str = setting("", Text("NAME"), "name of this worker; empty: host name and process id")
@@ -111,11 +117,7 @@ class WorkerSettings(Settings):
 
 @dataclass(frozen=True)
 class ServeSettings(WorkerSettings, ControllerSettings):
-    """Both on one machine, and a model that need not be prepared."""
+    """Both, on one machine."""
 
-    model: str = setting(
-        "", Text("MODEL"), "a folder (safetensors), a GGUF file, smollm2-135m (bundled) or a hub id", required=True
-    )
-    revision: str = setting("", Text("REVISION"), "of a hub id: branch, tag or commit; empty: main")
     bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
     connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")

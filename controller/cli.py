@@ -1,0 +1,148 @@
+"""The command line: `kilburn serve | controller | worker | keys`.
+
+A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
+something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is
+started, never imported, so that nothing here waits for torch; and a fault in the settings is told before anything is
+loaded.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kilburn.shared.config import (
+    ControllerSettings,
+    ServeSettings,
+    WorkerSettings,
+    as_flags,
+    complain,
+    load_or_exit,
+)
+from kilburn.shared.keys import SettingError
+from kilburn.shared.kinds import nearest
+from kilburn.shared.model_files import BUNDLED_NAME, ModelRefused
+
+ABOUT_SERVE = """Serve a model over an OpenAI-compatible REST API: starts a controller (this process) and a worker,
+prints the address and a curl line, restarts the worker if it dies, and stops everything on Ctrl-C."""
+ABOUT_CONTROLLER = (
+    "The process that decides: REST API, queue, scheduler. Workers connect to it; it never touches a tensor."
+)
+ABOUT_WORKER = "The process that computes: loads a model and runs the plans of the controller that it connects to."
+ABOUT_KEYS = """usage: kilburn keys new FOLDER [WORKER ...]
+
+Makes the keys that let workers connect from other machines: controller.key and workers.allow for the controller, and
+one NAME.key for each worker named (worker-0 if none is). Nothing is overwritten; only you can read the files."""
+
+
+def log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+
+
+def serve(words: Sequence[str]) -> int:
+    settings = load_or_exit(ServeSettings, words, "kilburn serve", ABOUT_SERVE, "model")
+    log_to_stderr(settings.log_level)
+    from kilburn.controller.serve import run_serve
+
+    return run_serve(settings)
+
+
+def controller(words: Sequence[str]) -> int:
+    settings = load_or_exit(ControllerSettings, words, "kilburn controller", ABOUT_CONTROLLER, "model")
+    log_to_stderr(settings.log_level)
+    from kilburn.controller.app import run_controller
+    from kilburn.controller.prepared import prepared_folder, public_name
+
+    name = settings.served_model_name or public_name(settings.model)
+    folder = prepared_folder(settings.model, settings.revision)
+    asyncio.run(run_controller(replace(settings, model=str(folder), served_model_name=name)))
+    return 0
+
+
+def worker(words: Sequence[str]) -> int:
+    settings = load_or_exit(WorkerSettings, words, "kilburn worker", ABOUT_WORKER, "model")
+    from kilburn.controller.prepared import prepared_folder
+
+    folder = prepared_folder(settings.model, settings.revision)
+    flags = as_flags(replace(settings, model=str(folder)))
+    os.execv(sys.executable, [sys.executable, "-m", "kilburn.worker", *flags])
+
+
+def keys(words: Sequence[str]) -> int:
+    match list(words):
+        case ["new", folder, *names] if not any(word.startswith("-") for word in (folder, *names)):
+            from kilburn.controller.link import new_keys
+
+            made = new_keys(Path(folder), names or ["worker-0"])
+            print(f"for the controller  {made.controller}\n                    {made.allowed}")
+            for path in made.workers:
+                print(f"for a worker        {path}")
+            return 0
+        case [] | ["--help" | "-h", *_] | ["new", "--help" | "-h", *_]:
+            print(ABOUT_KEYS)
+            return 0
+    print(ABOUT_KEYS, file=sys.stderr)
+    return 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    usage: str
+    about: str
+    run: Callable[[Sequence[str]], int]
+
+
+COMMANDS = {
+    "serve": Command("serve MODEL", "a model, ready to be asked: controller and worker on this machine", serve),
+    "controller": Command("controller MODEL", "only the controller; workers connect to it", controller),
+    "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
+    "keys": Command("keys new FOLDER", "keys for workers on other machines", keys),
+}
+
+
+def overview() -> str:
+    rows = "\n".join(f"  kilburn {command.usage:<18} {command.about}" for command in COMMANDS.values())
+    return f"""Kilburn {_version()} serves language models; their KV cache is virtual memory.
+
+{rows}
+
+MODEL is a folder in Hugging Face form (safetensors), a GGUF file, {BUNDLED_NAME} (bundled) or a hub id.
+
+  kilburn serve {BUNDLED_NAME}    try it: prints a curl line that works
+  kilburn serve --help                   every setting, with its default
+  kilburn --version"""
+
+
+def _version() -> str:
+    try:
+        return version("kilburn")
+    except PackageNotFoundError:  # run from a tree that was never installed
+        return "(not installed)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    match words:
+        case [] | ["--help" | "-h" | "help", *_]:
+            print(overview())
+            return 0
+        case ["--version" | "-V" | "version", *_]:
+            print(f"kilburn {_version()}")
+            return 0
+        case [name, *rest] if name in COMMANDS:
+            try:
+                return COMMANDS[name].run(rest)
+            except (SettingError, ModelRefused) as error:
+                complain(f"kilburn {name}", [str(error)])
+            except KeyboardInterrupt:
+                return 130
+    print(f"kilburn: no such command: {words[0]}{nearest(words[0], COMMANDS)}\n\n{overview()}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""`kilburn serve`: a controller in this process, a worker in another, and one terminal to watch them.
+
+    prepare the model -> bind REST and ROUTER -> start the worker -> ready -> ... -> Ctrl-C -> drain -> stop the worker
+                         (this process)          (supervised)        |
+                                                                     curl works
+
+The worker ends with this process whatever happens to it: by SIGTERM in good order, by the kernel (exit_with_parent) if
+this process is killed. A worker that dies is started again, and the engine is told at once: no waiting for silence.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+
+from kilburn.controller.app import Running, run_controller
+from kilburn.controller.prepared import prepared_folder, public_name
+from kilburn.controller.supervise import Patience, Supervisor, WorkerFailed
+from kilburn.shared.config import ControllerSettings, ServeSettings, WorkerSettings, as_flags, narrowed
+
+WORKER_GRACE_S = 10.0
+READY_POLL_S = 0.02
+LAST_ANSWERS_S = 0.1  # for the failed answers to be written
+
+
+class Phases:
+    """What happened so far and how long it took, for the terminal."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """A message of no phase."""
+        print(f"kilburn serve: {text}", file=sys.stderr, flush=True)
+
+    def done(self, phase: str, what: str) -> None:
+        now = time.monotonic()
+        print(f"  {phase:<12}{what:<58}{now - self._last:>7.1f} s", flush=True)
+        self._last = now
+
+    @property
+    def total_s(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def curl_line(address: str, model_name: str, needs_key: bool) -> str:
+    """A request that can be pasted into a shell."""
+    body = {"model": model_name, "messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+    quoted = json.dumps(body).replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $KEY"' if needs_key else ""
+    return f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+
+
+def worker_command(settings: ServeSettings, endpoint: str) -> list[str]:
+    worker = replace(
+        narrowed(settings, WorkerSettings),
+        connect=settings.connect or endpoint,
+        name=settings.name or "worker-0",
+        exit_with_parent=True,
+    )
+    return [sys.executable, "-m", "kilburn.worker", *as_flags(worker)]
+
+
+class Serving:
+    """One run: the two processes and what is said about them."""
+
+    def __init__(self, settings: ServeSettings, phases: Phases) -> None:
+        self._settings, self._phases = settings, phases
+        self._supervisor: Supervisor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        """Until a signal has been obeyed. Raises WorkerFailed if no worker can be kept alive."""
+        controller = asyncio.create_task(
+            run_controller(replace(narrowed(self._settings, ControllerSettings), bind=self._bind()), self._start)
+        )
+        try:
+            await asyncio.wait({controller, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            await controller
+        finally:
+            controller.cancel()
+            if self._supervisor is not None:
+                await self._supervisor.stop(WORKER_GRACE_S)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(controller, *self._tasks, return_exceptions=True)
+
+    def _bind(self) -> str:
+        return self._settings.bind or "tcp://127.0.0.1:0"
+
+    def _start(self, running: Running) -> None:
+        """REST and ROUTER are bound: the worker may come."""
+        self._phases.done("controller", f"{running.http_address}, pid {os.getpid()}")
+        self._supervisor = Supervisor(
+            worker_command(self._settings, running.endpoint),
+            os.environ,
+            on_end=running.worker_ended,
+            say=self._phases.note,
+            patience=Patience(),
+            # A worker that was drained leaves by itself, and shall not be replaced.
+            is_wanted=lambda: not running.driver.engine.snapshot().is_closing,
+        )
+        self._tasks = [
+            asyncio.create_task(self._supervise(self._supervisor, running)),
+            asyncio.create_task(self._announce(self._supervisor, running)),
+        ]
+
+    async def _supervise(self, supervisor: Supervisor, running: Running) -> None:
+        try:
+            await supervisor.run()
+        except WorkerFailed as error:
+            running.driver.streams.fail_all("no worker can be kept alive, and the server stops")
+            await asyncio.sleep(LAST_ANSWERS_S)
+            self._failed.set_exception(error)
+
+    async def _announce(self, supervisor: Supervisor, running: Running) -> None:
+        """The first time that tokens can be produced."""
+        while not running.is_ready():
+            await asyncio.sleep(READY_POLL_S)
+        self._phases.done("worker", f"loaded and warm, pid {supervisor.pid}")
+        needs_key = bool(self._settings.api_key_file or os.environ.get("KILBURN_API_KEYS"))
+        print(f"\n{running.model_name} is ready after {self._phases.total_s:.1f} s. Try:\n")
+        print(f"  {curl_line(running.http_address, running.model_name, needs_key)}\n")
+        print("Ctrl-C stops controller and worker.", flush=True)
+
+
+def run_serve(settings: ServeSettings) -> int:
+    """Serve until told to stop. Exit status: 0 after a signal, 1 if no worker can be kept alive."""
+    phases = Phases()
+    print(f"kilburn serve {settings.model}", flush=True)
+    folder = prepared_folder(settings.model, settings.revision)
+    phases.done("model", str(folder))
+    name = settings.served_model_name or public_name(settings.model)
+    settings = replace(settings, model=str(folder), served_model_name=name)
+
+    async def run() -> None:
+        await Serving(settings, phases).run()
+
+    try:
+        asyncio.run(run())
+    except WorkerFailed as error:
+        phases.note(str(error))
+        return 1
+    print("kilburn serve: stopped", flush=True)
+    return 0

@@ -1,0 +1,211 @@
+"""`kilburn serve` with real processes and a tiny model: asked, left, killed, stopped."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from openai import AsyncOpenAI
+
+from tests.system.serving import TINY_FLAGS, Service, is_alive
+from tests.worker.tiny_models import make_tiny
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [f"The {word} of the" for word in ("sea", "hand", "state", "moon", "thing", "reason", "bread", "edge")]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    return make_tiny(folder, "llama", overrides={"max_position_embeddings": 2048})
+
+
+@pytest.fixture(scope="module")
+def service(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with Service(str(tiny), tmp_path_factory.mktemp("serve"), *TINY_FLAGS) as running:
+        yield running
+
+
+def test_controller_and_worker_are_two_processes_and_the_controller_maps_no_torch(service: Service) -> None:
+    (worker,) = service.children()
+    assert len({service.process.pid, worker, os.getpid()}) == 3
+    assert f"pid {worker}" in service.log
+    assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{service.process.pid}/maps").read_text()
+
+
+def test_it_prints_phases_with_their_times_and_answers_health(service: Service) -> None:
+    for phase in ("model ", "controller ", "worker "):
+        assert any(line.strip().startswith(phase) and line.endswith(" s") for line in service.log.splitlines())
+    assert service.health() == 200
+
+
+def test_the_openai_client_is_served_blocking_and_streaming(service: Service) -> None:
+    client = service.client()
+    asked = {"model": service.model, "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0}
+    whole = client.completions.create(**asked)
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens <= 24
+    pieces = [c.choices[0].text for c in client.completions.create(**asked, stream=True) if c.choices]
+    assert "".join(pieces) == whole.choices[0].text
+    chat = client.chat.completions.create(
+        model=service.model, messages=[{"role": "user", "content": "hello"}], max_tokens=8, temperature=0
+    )
+    assert chat.choices[0].finish_reason in ("stop", "length")
+
+
+def test_64_at_once_answer_as_one_by_one(service: Service) -> None:
+    async def ask(client: AsyncOpenAI, prompt: str) -> str:
+        done = await client.completions.create(
+            model=service.model, prompt=prompt, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+        )
+        return done.choices[0].text
+
+    async def play() -> tuple[list[str], list[str]]:
+        async with AsyncOpenAI(base_url=f"{service.address}/v1", api_key="none", timeout=120) as client:
+            alone = [await ask(client, prompt) for prompt in PROMPTS]
+            return alone, list(await asyncio.gather(*(ask(client, PROMPTS[i % 8]) for i in range(64))))
+
+    alone, together = asyncio.run(play())
+    assert together == alone * 8
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks_within_a_second(service: Service, stream: bool) -> None:
+    body = {"model": service.model, "prompt": PROMPTS[1], "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    service.wait_for(lambda: service.owned_blocks() == 0, 5)
+    if stream:
+        with httpx.stream("POST", f"{service.address}/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()  # held, for the connection is closed when it is collected
+            assert '"choices"' in next(lines)
+            assert service.owned_blocks() > 0
+    else:
+        with httpx.Client(timeout=30) as client:
+            asking = threading.Thread(target=ask_and_be_cut_off, args=(client, service.address, body))
+            asking.start()
+            service.wait_for(lambda: service.owned_blocks() > 0, 10)
+            client.close()
+            asking.join(10)
+    service.wait_for(lambda: service.owned_blocks() == 0, 1)
+
+
+def ask_and_be_cut_off(client: httpx.Client, address: str, body: dict[str, object]) -> None:
+    with pytest.raises(httpx.HTTPError):
+        client.post(f"{address}/v1/completions", json=body, timeout=0.5)
+
+
+def test_a_port_in_use_is_a_fault_of_port(service: Service, tiny: Path, tmp_path: Path) -> None:
+    port = service.address.rpartition(":")[2]
+    second = Service(str(tiny), tmp_path, *TINY_FLAGS, f"--port={port}")
+    second.start()
+    assert second.process.wait(30) == 2
+    assert "--port" in second.log
+    assert "in use" in second.log
+    assert "Traceback" not in second.log
+
+
+def test_the_load_generator_measures_it(service: Service, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46.5,20,4\n" * 5)
+    common = ["--url", service.address, "--requests", "5", "--json", str(tmp_path / "out.json")]
+    for words in (
+        ["--concurrency", "2", "--prompt-tokens", "4:40", "--output-tokens", "4", "--profile"],
+        ["--rate", "50", "--prompt-tokens", "9", "--output-tokens", "4"],
+        ["--trace", str(trace)],
+    ):
+        done = subprocess.run(
+            [sys.executable, "bench/serve.py", *common, "--vocabulary", "300", *words],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        made = json.loads((tmp_path / "out.json").read_text())
+        assert (made["failed"], made["output_tokens"]) == (0, 20)
+        assert 0 < made["ttft_s"]["p50"] <= made["ttft_s"]["p99"] <= made["wall_s"]
+        assert ("--profile" in words) == (0 < made.get("worker_idle_share", 0) < 1)
+
+
+def stream_all(service: Service, texts: dict[str, str], counts: dict[str, int]) -> None:
+    """Every prompt as a greedy stream in a thread of its own; `counts` grows while they run."""
+
+    def one(prompt: str) -> None:
+        stream = service.client().completions.create(
+            model=service.model, prompt=prompt, max_tokens=200, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        text = ""
+        for chunk in stream:
+            if chunk.choices:
+                text += chunk.choices[0].text
+                counts[prompt] = counts.get(prompt, 0) + 1
+        texts[prompt] = text
+
+    threads = [threading.Thread(target=one, args=(prompt,)) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+
+
+def test_streams_survive_the_death_of_the_worker(service: Service) -> None:
+    undisturbed: dict[str, str] = {}
+    stream_all(service, undisturbed, {})
+    assert all(len(undisturbed[prompt]) > 100 for prompt in PROMPTS)
+
+    texts: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    (worker,) = service.children()
+    streaming = threading.Thread(target=stream_all, args=(service, texts, counts))
+    streaming.start()
+    service.wait_for(lambda: len(counts) == 8 and min(counts.values()) > 5, 30)
+    os.kill(worker, signal.SIGKILL)
+    killed_at = dict(counts)
+    service.wait_for(lambda: service.health() == 503, 5)
+    streaming.join(120)
+    assert not streaming.is_alive()
+    assert texts == undisturbed
+    assert max(killed_at.values()) < max(counts.values()), "the worker died too late to disturb anything"
+    assert service.health() == 200
+    assert service.children() != [worker]
+    assert f"worker (pid {worker}) was killed by SIGKILL" in service.log
+
+
+def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Path, tmp_path: Path) -> None:
+    """Two services at once, since starting one takes its time."""
+    (tmp_path / "killed").mkdir()
+    told, killed = Service(str(tiny), tmp_path, *TINY_FLAGS), Service(str(tiny), tmp_path / "killed", *TINY_FLAGS)
+    told.start()
+    with killed:
+        (worker,) = killed.children()
+        killed.process.kill()
+        killed.process.wait(10)
+        killed.wait_for(lambda: not is_alive(worker), 10)
+
+    told.wait_until_ready()
+    (worker,) = told.children()
+    stream = told.client().completions.create(
+        model=told.model, prompt=PROMPTS[0], max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = [next(stream)]
+    told.process.send_signal(signal.SIGINT)
+    chunks += list(stream)
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == "length", "the answer was cut short"
+    assert told.process.wait(20) == 0
+    assert not is_alive(worker)
+    assert "Traceback" not in told.log
+    assert "starting another" not in told.log
+
+
+def test_a_pool_that_cannot_be_had_ends_serve_with_the_setting_to_change(tiny: Path, tmp_path: Path) -> None:
+    running = Service(str(tiny), tmp_path, "--device=cpu", "--kv-memory=900TiB")
+    running.start()
+    assert running.process.wait(60) == 1
+    assert "--kv-memory" in running.log
+    assert running.log.count("--kv-memory") == 1, "tried again although nothing can have changed"

@@ -1,0 +1,122 @@
+"""A supervised process is kept alive while that makes sense, and is gone when we are."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kilburn.controller.supervise import Patience, Supervisor, WorkerFailed, why
+
+FOREVER = "import time, pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
+
+
+class World:
+    """A supervisor of small Python programs, and what it told."""
+
+    def __init__(self, program: str, *arguments: str, patience: Patience | None = None) -> None:
+        self.ended: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.supervisor = Supervisor(
+            [sys.executable, "-c", program, *arguments],
+            os.environ,
+            on_end=lambda pid, reason: self.ended.append((pid, reason)),
+            say=self.said.append,
+            patience=patience or Patience(first_pause_s=0.001),
+        )
+
+
+async def until(path: Path) -> None:
+    while not path.exists():
+        await asyncio.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_pauses_grow_with_short_lives_and_a_long_life_is_forgiven_everything() -> None:
+    patience = Patience(short_s=30, max_short_lives=4, first_pause_s=0.1, longest_pause_s=5)
+    assert [patience.pause_after(1) for _ in range(3)] == pytest.approx([0.1, 0.4, 1.6])
+    assert patience.pause_after(31) == pytest.approx(0.1)
+    assert [patience.pause_after(29) for _ in range(5)] == pytest.approx([0.1, 0.4, 1.6, 5, None])
+
+
+def test_ends_are_told_in_words() -> None:
+    assert why(3) == "ended with status 3"
+    assert why(-15) == "was killed by SIGTERM"
+    assert why(-9) == "was killed by SIGKILL (out of memory?)"
+
+
+def test_a_process_that_is_killed_is_started_again_and_the_end_is_told(tmp_path: Path) -> None:
+    async def play() -> None:
+        world = World(FOREVER, str(tmp_path / "up"))
+        running = asyncio.create_task(world.supervisor.run())
+        await until(tmp_path / "up")
+        (tmp_path / "up").unlink()
+        first = world.supervisor.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(tmp_path / "up")
+        second = world.supervisor.pid
+        assert second is not None
+        assert second != first
+        assert world.ended == [(first, "its process was killed by SIGKILL (out of memory?)")]
+        assert f"pid {first}" in world.said[0]
+        await world.supervisor.stop(grace_s=10)
+        await running
+        assert not is_alive(second)
+        assert len(world.ended) == 1  # an end that was asked for is no news
+
+    asyncio.run(play())
+
+
+def test_a_process_that_does_not_leave_is_killed(tmp_path: Path) -> None:
+    async def play() -> None:
+        world = World(DEAF, str(tmp_path / "up"))
+        running = asyncio.create_task(world.supervisor.run())
+        await until(tmp_path / "up")
+        pid = world.supervisor.pid
+        assert pid is not None
+        await world.supervisor.stop(grace_s=0.1)
+        await running
+        assert not is_alive(pid)
+        assert "did not leave" in world.said[-1]
+
+    asyncio.run(play())
+
+
+def test_a_storm_of_deaths_ends_with_the_last_reason() -> None:
+    world = World("raise SystemExit(7)", patience=Patience(max_short_lives=2, first_pause_s=0.001))
+    with pytest.raises(WorkerFailed, match="3 workers in a row ended early; the last one ended with status 7"):
+        asyncio.run(world.supervisor.run())
+    assert len(world.ended) == 3
+
+
+def test_settings_that_cannot_work_are_not_tried_again() -> None:
+    world = World("raise SystemExit(2)")
+    with pytest.raises(WorkerFailed, match="settings"):
+        asyncio.run(world.supervisor.run())
+    assert len(world.ended) == 1
+
+
+def test_stop_while_a_process_is_being_made_leaves_none_behind(tmp_path: Path) -> None:
+    async def play() -> None:
+        world = World(FOREVER, str(tmp_path / "up"))
+        running = asyncio.create_task(world.supervisor.run())
+        await asyncio.sleep(0)  # run() is now inside the making of the process
+        await world.supervisor.stop(grace_s=10)
+        begun = time.monotonic()
+        await running
+        assert time.monotonic() - begun < 60
+        assert world.supervisor.pid is None
+
+    asyncio.run(play())
