@@ -1,0 +1,147 @@
+"""Paged = naive: whatever the plans, every sequence is the one that it would be alone in the world.
+
+A seeded scheduler without mercy: random subsets, random chunks, chains of steps that nobody waits for, preemption by
+forgetting and by swapping, rows that change hands. The judge is `toy.oracle`, which knows no block and no batch.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from kilburn.shared.layout import blocks_for
+from kilburn.shared.sampling import Sampling
+from tests.worker.toy import MAX_LEN, VOCAB, Hand, ToyModel, admit, oracle, toy_executor
+
+KNOBS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, seed=11),
+    Sampling(temperature=1.3, top_k=7, seed=12),
+    Sampling(temperature=1.0, top_p=0.7, min_p=0.02, seed=2**63 + 13),
+    Sampling(temperature=0.0, presence_penalty=0.7, frequency_penalty=0.3),
+    Sampling(temperature=1.0, repetition_penalty=1.4, seed=14, logit_bias=((3, 2.5), (9, -4.0))),
+    Sampling(temperature=0.9, min_tokens=6, stop_ids=(1, 2, 5, 8), seed=15, logprobs=2),
+)
+
+
+@dataclass
+class Sequence:
+    prompt: list[int]
+    sampling: Sampling
+    num_output: int
+    row: int | None = None
+    blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def limit(self) -> int:
+        return len(self.prompt) + self.num_output - 1
+
+    @property
+    def is_done(self) -> bool:
+        return self.computed == self.limit
+
+
+class World:
+    """Plays the core: blocks, rows and plans, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.model = ToyModel(seed % 3)
+        self.block_size = self.rng.choice((1, 3, 4, 16))
+        num_blocks = 2 * blocks_for(MAX_LEN, self.block_size)
+        self.executor = toy_executor(
+            self.model, block_size=self.block_size, num_blocks=num_blocks, num_host_blocks=num_blocks, max_rows=4
+        )
+        self.executor.runner.rows_at_once = self.rng.randint(1, 4)
+        self.hand = Hand(self.executor)
+        self.free, self.free_host = list(range(num_blocks)), list(range(num_blocks))
+        self.free_rows = list(range(4))
+        self.sequences = [self._sequence() for _ in range(6)]
+        self.admits: list = []
+        self.swaps_out: list[tuple[int, int]] = []
+        self.swaps_in: list[tuple[int, int]] = []
+
+    def _sequence(self) -> Sequence:
+        prompt = [self.rng.randrange(VOCAB) for _ in range(self.rng.choice((1, 2, 5, 17, 33)))]
+        return Sequence(prompt, self.rng.choice(KNOBS), self.rng.randint(1, 14), tokens=list(prompt))
+
+    def play(self) -> None:
+        while not all(seq.is_done for seq in self.sequences):
+            self._leave()
+            self._enter()
+            self._step()
+
+    def _leave(self) -> None:
+        for seq in self.sequences:
+            if seq.row is None or not (seq.is_done or self.rng.random() < 0.15):
+                continue
+            if not seq.is_done and self.rng.random() < 0.5:
+                held = blocks_for(seq.computed, self.block_size)
+                seq.host_blocks = [self.free_host.pop() for _ in range(held)]
+                self.swaps_out += zip(seq.blocks, seq.host_blocks, strict=False)
+            else:
+                seq.computed = seq.limit if seq.is_done else 0
+            self.free += seq.blocks  # handed out again in this very plan
+            self.free_rows.append(seq.row)
+            self.rng.shuffle(self.free)
+            self.rng.shuffle(self.free_rows)
+            seq.row, seq.blocks = None, []
+
+    def _enter(self) -> None:
+        swapped = {host for _, host in self.swaps_out}
+        for seq in self.sequences:
+            # Room for its whole life, so that nothing here ever waits half-way; a host block rests for one plan.
+            if seq.is_done or seq.row is not None or not self.free_rows or swapped & set(seq.host_blocks):
+                continue
+            promised = sum(
+                blocks_for(s.limit, self.block_size) - len(s.blocks) for s in self.sequences if s.row is not None
+            )
+            if len(self.free) - promised < blocks_for(seq.limit, self.block_size):
+                continue
+            seq.row = self.free_rows.pop()
+            seq.blocks = [self.free.pop() for _ in seq.host_blocks]
+            self.swaps_in += zip(seq.host_blocks, seq.blocks, strict=True)
+            self.free_host += seq.host_blocks
+            seq.host_blocks = []
+            self.admits.append(
+                admit(seq.row, seq.tokens, seq.blocks, seq.sampling, start=seq.computed, num_prompt=len(seq.prompt))
+            )
+
+    def _step(self) -> None:
+        working = [seq for seq in self.sequences if seq.row is not None and self.rng.random() < 0.8]
+        advances, grown_at, grown_blocks = {}, [], []
+        for index, seq in enumerate(working):
+            todo = max(len(seq.tokens) - seq.computed, 1)
+            count = self.rng.randint(1, min(todo, 20))
+            for _ in range(blocks_for(seq.computed + count, self.block_size) - len(seq.blocks)):
+                grown_at.append(index)
+                grown_blocks.append(self.free.pop())
+                seq.blocks.append(grown_blocks[-1])
+            advances[seq.row] = count
+            seq.computed += count
+        result = self.hand.run(
+            advances,
+            tuple(self.admits),
+            grown_at=grown_at,
+            grown_blocks=grown_blocks,
+            swaps_out=self.swaps_out,
+            swaps_in=self.swaps_in,
+        )
+        self.admits, self.swaps_out, self.swaps_in = [], [], []
+        assert not result.failed
+        tokens = iter(result.tokens)
+        for seq, num_tokens in zip(working, result.num_tokens, strict=True):
+            assert num_tokens == (seq.computed == len(seq.tokens))
+            seq.tokens += [next(tokens) for _ in range(num_tokens)]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_sequence_is_the_one_it_would_be_alone(seed: int) -> None:
+    world = World(seed)
+    world.play()
+    for number, seq in enumerate(world.sequences):
+        expected = oracle(world.model, seq.prompt, seq.sampling, seq.num_output)
+        assert seq.tokens[len(seq.prompt) :] == expected, f"seed {seed}, sequence {number}: {seq}"

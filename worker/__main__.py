@@ -1,0 +1,90 @@
+"""python -m kilburn.worker FOLDER --connect tcp://127.0.0.1:5557 ...
+
+Exit codes: 0 told to stop or drained, 1 rejected or broken, 2 a setting needs a change.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from kilburn.shared.config import SettingsError, WorkerSettings, complain, load_or_exit
+from kilburn.shared.keys import CONTROLLER_FILE, SettingError, WorkerKeys
+from kilburn.shared.model_files import ModelRefused
+from kilburn.worker.daemon import Daemon, watch_parent
+from kilburn.worker.link import WorkerLink
+from kilburn.worker.phases import phase, say
+from kilburn.worker.threads import threads_for
+
+PROGRAM = "kilburn worker"
+ABOUT = "Computes what a controller plans: holds one model and a pool of KV blocks, and runs steps."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else argv
+    settings = load_or_exit(WorkerSettings, arguments, PROGRAM, ABOUT, positional="model")
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    stop = threading.Event()
+    try:
+        return serve(settings, stop)
+    except SettingsError as error:
+        complain(PROGRAM, error.problems)
+    except (SettingError, ModelRefused) as error:
+        complain(PROGRAM, [str(error)])
+    except KeyboardInterrupt:
+        return 0  # told to stop before there was anything to leave
+
+
+def serve(settings: WorkerSettings, stop: threading.Event) -> int:
+    if settings.exit_with_parent:
+        watch_parent(stop)
+    settings = replace(settings, name=settings.name or default_name())
+    # First, since it finds faults of settings at once; what computes takes seconds to import.
+    link = WorkerLink(settings.connect, settings.name, keys=keys_of(settings))
+    try:
+        # The libraries below torch read their thread counts when they load.
+        threads = threads_for(settings.threads)
+        os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = str(threads)
+        with phase("importing"):
+            from kilburn.worker.start import make_ready, use_threads
+
+            use_threads(threads)
+        ready = make_ready(settings)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        say(f"ready: {settings.name} connects to {settings.connect}")
+        return Daemon(ready.hello, ready.executor, link, stop).run()
+    finally:
+        link.close()
+
+
+def default_name() -> str:
+    """Host name and process id, in the letters that a name may have."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in os.uname().nodename)
+    return f"{host.lstrip('._-')[:48] or 'worker'}-{os.getpid()}"
+
+
+def keys_of(settings: WorkerSettings) -> WorkerKeys | None:
+    """The worker's own file in the folder of keys: the one of its name, or the only one there is."""
+    if not settings.curve_keys:
+        return None
+    folder = Path(settings.curve_keys)
+    if folder.is_file():
+        return WorkerKeys.read(folder)
+    named = folder / f"{settings.name}.key"
+    if settings.name and named.exists():
+        return WorkerKeys.read(named)
+    own = [file for file in sorted(folder.glob("*.key")) if file.name != CONTROLLER_FILE]
+    if len(own) != 1:
+        found = ", ".join(file.stem for file in own) or "none"
+        problem = f"--curve-keys: {folder} holds the keys of {found}; give --name one of them, or name the file itself"
+        raise SettingsError([problem])
+    return WorkerKeys.read(own[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

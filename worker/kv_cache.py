@@ -1,0 +1,138 @@
+"""The two pools of KV blocks, how big they are, and the moves between them.
+
+    device pool [num_blocks,      layers, 2, kv_heads, block_size, head_dim]    read and written by the kernels
+    host pool   [num_host_blocks, layers, 2, kv_heads, block_size, head_dim]    swapped tables and evicted blocks
+
+A block is one contiguous piece in either, so a move is one copy. A plan's moves run in the order swaps out, copies,
+swaps in, before anything is computed and on the stream that computes: what a block held is out before it is written
+again, and what comes back is there before it is read. Pools begin zeroed; what a block held for an earlier owner is
+never read, as the kernels mask everything beyond a sequence's context.
+
+What this file does not know: who owns a block. A plan that names a block that does not exist is refused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kilburn.kernels.dispatch import Kernels
+from kilburn.shared.layout import KVLayout
+from kilburn.shared.ledger import shown
+from kilburn.shared.settings import SettingsError
+from kilburn.worker.outcomes import PlanBroken
+
+HEADROOM = 0.95  # of the spare memory: allocators round, and others allocate too
+OWN_SHARE = 0.9  # of the spare memory that a pool takes when nobody says how much: a device of its own ...
+SHARED_SHARE = 0.25  # ... and memory that is everybody's
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class KVCache:
+    """Both pools of one worker."""
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, num_host_blocks: int, device: torch.device, kernels: Kernels
+    ) -> None:
+        if layout.scale_bytes:
+            raise ValueError("blocks with a scale area are not stored yet; use a dtype without scales")
+        self.layout, self.num_blocks, self.num_host_blocks = layout, num_blocks, num_host_blocks
+        self._kernels = kernels
+        dtype = getattr(torch, layout.dtype)
+        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self.pool = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
+        # Pinned, so that the copies of a device with memory of its own need no staging.
+        self.host_pool = torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=has_own_memory(device))
+
+    def move(self, swaps_out: Pairs, copies: Pairs, swaps_in: Pairs) -> None:
+        """A plan's moves, in their order. Raises PlanBroken before anything has moved."""
+        device, host = self.num_blocks, self.num_host_blocks
+        out = _checked(swaps_out, "swap out", device, host)
+        copy = _checked(copies, "copy", device, device)
+        back = _checked(swaps_in, "swap in", host, device)
+        if out is not None:
+            self._kernels.swap_blocks(self.pool, self.host_pool, out)
+        if copy is not None:
+            self._kernels.copy_blocks(self.pool, copy.to(self.pool.device))
+        if back is not None:
+            self._kernels.swap_blocks(self.host_pool, self.pool, back)
+
+
+def _checked(pairs: Pairs, what: str, num_sources: int, num_destinations: int) -> Tensor | None:
+    """int64 [n, 2], or None where there is nothing to move."""
+    if not pairs:
+        return None
+    moves = torch.tensor(pairs, dtype=torch.int64)
+    lowest, (source, destination) = int(moves.min()), moves.amax(dim=0).tolist()
+    if lowest < 0 or source >= num_sources or destination >= num_destinations:
+        raise PlanBroken(f"a {what} {source} -> {destination}: the pools have {num_sources} and {num_destinations}")
+    return moves
+
+
+# --- how much memory there is
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether the device has memory apart from the host's."""
+    return hasattr(torch.get_device_module(device), "mem_get_info")
+
+
+def spare_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses."""
+    if has_own_memory(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return spare_host_bytes()
+
+
+def spare_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory of the host that can be had without swapping: the machine's, or the container's where that is less."""
+    available = 1 << 62
+    try:
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) << 10
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((cgroup / "memory.current").read_text())
+            for line in (cgroup / "memory.stat").read_text().splitlines():
+                if line.startswith("inactive_file "):
+                    used -= int(line.split()[1])  # cached files give way, those of the weights among them
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError):
+        pass  # another system, or no such control group: what is known so far holds
+    return max(available, 0)
+
+
+def sized(
+    layout: KVLayout, *, num_blocks: int, kv_memory: int, spare: int, share: float, workspace: int, wanted: int
+) -> int:
+    """Blocks of the device pool. `spare` is what the device has left after the weights, `workspace` what steps need.
+
+    By count or by memory as the settings say, else `share` of what is spare, and no more than `wanted`. Raises
+    SettingsError naming a value that works.
+    """
+    block = layout.bytes_per_block
+    room = int(spare * HEADROOM) - workspace
+    if num_blocks:
+        setting, asked = "num_blocks", num_blocks
+        works = str(room // block)
+    elif kv_memory:
+        setting, asked = "kv_memory", kv_memory // block
+        works = f"{room // (1 << 20)}MiB"
+        if not asked:
+            raise SettingsError([f"--kv-memory: {shown(kv_memory)} holds no block; one takes {block} bytes, give more"])
+    else:
+        setting, asked = "kv_memory", min(wanted, int(max(spare - workspace, 0) * share) // block)
+        works = f"{room // (1 << 20)}MiB"
+    flag = "--" + setting.replace("_", "-")
+    if room < block:
+        problem = f"{flag}: {shown(spare)} are spare and a step takes {shown(workspace)}, so that no block fits; "
+        raise SettingsError([problem + "free memory, or lower --max-step-tokens, --max-rows or --block-size"])
+    if asked * block > room:
+        problem = (
+            f"{flag}: a pool of {asked} blocks takes {shown(asked * block)} and does not fit; give {works} or less"
+        )
+        raise SettingsError([problem])
+    return max(asked, 1)

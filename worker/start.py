@@ -1,0 +1,209 @@
+"""From settings to a worker that is ready for its first plan, in phases whose times are printed.
+
+    loading         weights into memory; their digest names the model
+    warming up      the same code that will serve runs a few tiny plans on a tiny pool, so that whatever is compiled,
+                    loaded or tuned at first use is so before anybody waits for it
+    pools           the KV pools, sized by the settings or by what is left; the ledger says where the memory goes
+
+A setting that cannot be met raises SettingsError, which names it and a value that works.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from kilburn.kernels.dispatch import Kernels, Shapes, kernels_for
+from kilburn.shared import ledger
+from kilburn.shared.config import SettingsError, WorkerSettings
+from kilburn.shared.layout import KVLayout, blocks_for
+from kilburn.shared.messages import Admit, Hello, StepPlan
+from kilburn.shared.sampling import Candidates, Draws, Sampling
+from kilburn.worker.knobs import Knobs
+from kilburn.worker.kv_cache import (
+    OWN_SHARE,
+    SHARED_SHARE,
+    KVCache,
+    has_own_memory,
+    sized,
+    spare_bytes,
+    spare_host_bytes,
+)
+from kilburn.worker.model_runner import ModelRunner
+from kilburn.worker.models import weights
+from kilburn.worker.models.weights import LoadedModel
+from kilburn.worker.phases import Progress, phase, say
+from kilburn.worker.rows import Limits, Rows
+from kilburn.worker.step import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All that a daemon needs."""
+
+    hello: Hello
+    executor: Executor
+    ledger: ledger.Ledger
+
+
+def use_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+
+
+def device_of(setting: str) -> torch.device:
+    if setting == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if accelerator is None or accelerator.type != "cuda" else accelerator
+    device = torch.device(setting)
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError([f"--device: this torch has no usable {setting} device; give cpu or auto"]) from error
+    return device
+
+
+def dtype_of(setting: str, device: torch.device) -> str:
+    return setting if setting != "auto" else "bfloat16" if has_own_memory(device) else "float32"
+
+
+def make_ready(settings: WorkerSettings) -> Ready:
+    """Load, warm up, make the pools. Raises SettingsError, ModelRefused."""
+    device = device_of(settings.device)
+    dtype = dtype_of(settings.dtype, device)
+    kernels = kernels_for(device)
+    with phase("loading"):
+        loaded = weights.load(Path(settings.model), getattr(torch, dtype), device, Progress())
+    limits, layout = limits_for(settings, loaded), layout_for(settings, loaded, dtype)
+    with phase("warming up"):
+        warm_up(loaded, layout, limits, kernels, device)
+    with phase("pools"):
+        num_blocks, num_host_blocks = pool_sizes(settings, loaded, layout, limits, device)
+        cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels)
+        executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
+    shape = shape_of(loaded, ledger.weight_bytes(Path(settings.model), dtype))
+    bill = ledger.bill(shape, layout, limits.max_rows, limits.max_step_tokens, num_blocks, num_host_blocks)
+    for line in bill.lines():
+        say(f"  {line}")
+    return Ready(hello_for(settings, loaded, layout, executor, num_host_blocks), executor, bill)
+
+
+def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
+    """Limits without a pool."""
+    longest = loaded.config.max_len
+    if settings.max_len > longest:
+        raise SettingsError([f"--max-len: {settings.max_len} is beyond the model's own length; give {longest} or less"])
+    return Limits(
+        max_rows=settings.max_rows,
+        max_step_tokens=settings.max_step_tokens,
+        max_len=settings.max_len or longest,
+        block_size=settings.block_size,
+        num_blocks=0,
+        vocab_size=loaded.config.vocab_size,
+    )
+
+
+def layout_for(settings: WorkerSettings, loaded: LoadedModel, dtype: str) -> KVLayout:
+    config = loaded.config
+    return KVLayout(settings.block_size, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+
+
+def shape_of(loaded: LoadedModel, weight_bytes: int) -> ledger.ModelShape:
+    c = loaded.config
+    return ledger.ModelShape(
+        c.num_layers, c.hidden, c.intermediate, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size, weight_bytes
+    )
+
+
+def executor_for(
+    loaded: LoadedModel, cache: KVCache, limits: Limits, kernels: Kernels, device: torch.device
+) -> Executor:
+    rows = Rows(limits, Knobs(limits.max_rows, limits.vocab_size))
+    return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device))
+
+
+def hello_for(
+    settings: WorkerSettings, loaded: LoadedModel, layout: KVLayout, executor: Executor, num_host_blocks: int
+) -> Hello:
+    limits = executor.rows.limits
+    return Hello(
+        name=settings.name,
+        model_digest=loaded.digest,
+        layout=layout,
+        num_blocks=limits.num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_rows=limits.max_rows,
+        max_step_tokens=limits.max_step_tokens,
+        max_len=limits.max_len,
+        vocab_size=limits.vocab_size,
+        pid=os.getpid(),
+    )
+
+
+def pool_sizes(
+    settings: WorkerSettings, loaded: LoadedModel, layout: KVLayout, limits: Limits, device: torch.device
+) -> tuple[int, int]:
+    """Blocks of the device pool and of the host pool."""
+    shape = shape_of(loaded, 0)
+    workspace = ledger.activation_bytes(shape, layout.dtype, limits.max_step_tokens)
+    workspace += ledger.logits_bytes(limits.vocab_size, limits.max_rows)
+    num_blocks = sized(
+        layout,
+        num_blocks=settings.num_blocks,
+        kv_memory=settings.kv_memory,
+        spare=spare_bytes(device),
+        share=OWN_SHARE if has_own_memory(device) else SHARED_SHARE,
+        workspace=workspace,
+        wanted=ledger.blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
+    )
+    host_spare = spare_host_bytes() - (0 if has_own_memory(device) else num_blocks * layout.bytes_per_block)
+    if settings.host_pool > host_spare:
+        most = max(host_spare, 0) >> 20
+        raise SettingsError([f"--host-pool: {ledger.shown(settings.host_pool)} do not fit; give {most}MiB or less"])
+    return num_blocks, ledger.blocks_in(settings.host_pool, layout)
+
+
+def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kernels, device: torch.device) -> None:
+    """Run what serving will run: a chunk, a mixed batch, decodes, a copy; greedy, drawn, cut, penalised."""
+    config = loaded.config
+    kernels.warm_up(
+        Shapes(
+            hidden=config.hidden,
+            intermediate=config.intermediate,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=layout.block_size,
+            dtype=getattr(torch, layout.dtype),
+        ),
+        Progress(),
+    )
+    prompt = max(1, min(16, limits.max_len - 4, limits.max_step_tokens - 1))
+    blocks = blocks_for(prompt + 4, layout.block_size)
+    small = replace(limits, num_blocks=2 * blocks, max_rows=min(limits.max_rows, 2))
+    cache = KVCache(layout, small.num_blocks, 1, device, kernels)
+    executor = executor_for(loaded, cache, small, kernels, device)
+    for plan in warm_up_plans(prompt, blocks, small.max_rows):
+        executor.run(plan)
+
+
+def warm_up_plans(prompt: int, blocks: int, max_rows: int) -> Iterator[StepPlan]:
+    """A prompt alone, one beside a decode, decodes with blocks that move, a fork; each way to choose a token."""
+
+    def born(row: int, sampling: Sampling) -> Admit:
+        table = tuple(range(row * blocks, (row + 1) * blocks))
+        return Admit(row, 0, prompt, (0,) * prompt, (), table, sampling)
+
+    greedy, last = Sampling(temperature=0.0), max_rows - 1
+    cut = Sampling(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
+    yield StepPlan(0, 1, [0], [prompt], admits=[born(0, greedy)])
+    if last:
+        yield StepPlan(0, 2, [0, last], [1, prompt], admits=[born(last, cut)])
+    else:
+        yield StepPlan(0, 2, [0], [prompt], admits=[born(0, cut)])
+    decodes = StepPlan(0, 3, list(range(max_rows)), [1] * max_rows)
+    decodes.swaps_out, decodes.copies, decodes.swaps_in = [(0, 0)], [(0, 2 * blocks - 1)], [(0, 0)]
+    yield decodes
+    yield StepPlan(0, 4, [0], [prompt], admits=[born(0, replace(cut, choose=Draws(0, 2)))])
+    yield StepPlan(0, 5, [last], [prompt], admits=[born(last, Sampling(choose=Candidates(2)))])
