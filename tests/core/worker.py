@@ -1,0 +1,149 @@
+"""A worker small enough to be believed.
+
+It keeps, in each KV cell, the tokens up to and including that position. So the next token can be a function of the
+whole text before it, and whoever reads a cell that is not his own, or not yet written, is found out at once. Plans run
+when their results are asked for, one after the other, which is what the contract says a worker looks like.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kilburn.shared.layout import KVLayout
+from kilburn.shared.messages import Admit, Hello, KvLost, StepPlan, StepResult
+from kilburn.shared.sampling import Draws, Sampling
+from kilburn.shared.types import Tier
+
+VOCAB_SIZE = 1000
+MODEL = b"m" * 32
+Choose = Callable[[tuple[int, ...], int], int]
+
+
+def draw(text: tuple[int, ...], stream: int) -> int:
+    """The next token: some function of everything before it and of the stream."""
+    total = 97 * stream + 13 * len(text)
+    for token in text:
+        total = (31 * total + token) % 1_000_003
+    return total % VOCAB_SIZE
+
+
+def hello(
+    name: str = "w",
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_rows: int = 8,
+    max_step_tokens: int = 64,
+    max_len: int = 256,
+    model: bytes = MODEL,
+) -> Hello:
+    layout = KVLayout(block_size, num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
+    return Hello(name, model, layout, num_blocks, 0, max_rows, max_step_tokens, max_len, VOCAB_SIZE)
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    num_computed: int
+    num_prompt: int
+    table: list[int]
+    sampling: Sampling
+    failure: str = ""
+
+
+class Worker:
+    """Runs plans, one at a time, when asked to."""
+
+    def __init__(self, peer: bytes, hello: Hello, lease: int, choose: Choose) -> None:
+        self.peer, self.hello, self.lease, self.choose = peer, hello, lease, choose
+        self.plans: deque[StepPlan] = deque()  # sent, and not run
+        self.seen: list[StepPlan] = []  # every plan of the lease
+        self.rows: dict[int, Row] = {}
+        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, slot) -> the text up to there
+        self.bad_blocks: set[int] = set()  # unreadable from now on, until written anew from their first slot
+        self.bad_rows: set[int] = set()
+
+    def filled(self, block: int) -> int:
+        return sum((block, slot) in self.cells for slot in range(self.hello.layout.block_size))
+
+    def receive(self, plan: StepPlan) -> None:
+        assert plan.lease == self.lease
+        assert plan.step == len(self.seen) + 1, "steps count from 1, without gaps"
+        assert len(plan.rows) == len(plan.counts) > 0
+        assert sum(plan.counts) <= self.hello.max_step_tokens
+        assert len(set(plan.rows)) == len(plan.rows), "a row advances once in a plan"
+        assert not plan.swaps_in
+        assert not plan.swaps_out
+        destinations = [destination for _, destination in plan.copies]
+        assert len(set(destinations)) == len(destinations), "no block is the destination of two copies"
+        assert not set(destinations) & {source for source, _ in plan.copies}
+        self.seen.append(plan)
+        self.plans.append(plan)
+
+    def run_next(self) -> StepResult:
+        """The oldest plan, as if it ran alone."""
+        plan = self.plans.popleft()
+        size = self.hello.layout.block_size
+        for source, destination in plan.copies:
+            for slot in range(size):
+                self.cells.pop((destination, slot), None)
+                if (source, slot) in self.cells:
+                    self.cells[destination, slot] = self.cells[source, slot]
+        for admit in plan.admits:
+            self._admit(admit)
+        for at, block in zip(plan.grown_at, plan.grown_blocks, strict=True):
+            self.rows[plan.rows[at]].table.append(block)
+        result = StepResult(plan.lease, plan.step, [], [])
+        for index, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True)):
+            drawn = self._advance(index, self.rows[row], row, count, result)
+            result.num_tokens.append(len(drawn))
+            result.tokens.extend(drawn)
+        return result
+
+    def _admit(self, admit: Admit) -> None:
+        size = self.hello.layout.block_size
+        before: tuple[int, ...] = ()
+        if admit.start:
+            last = admit.start - 1
+            before = self.cells[admit.blocks[last // size], last % size]
+            assert len(before) == admit.start
+        assert admit.tokens, "a life begins with something to compute"
+        assert admit.history == (before if admit.sampling.needs_history else ())
+        assert len(set(admit.blocks)) == len(admit.blocks)
+        self.rows[admit.row] = Row(
+            [*before, *admit.tokens], admit.start, admit.num_prompt, list(admit.blocks), admit.sampling
+        )
+
+    def _advance(self, index: int, row: Row, number: int, count: int, result: StepResult) -> list[int]:
+        size = self.hello.layout.block_size
+        lost = [block for block in row.table[: -(-row.num_computed // size)] if block in self.bad_blocks]
+        if lost:
+            entries = [KvLost(index, Tier.DEVICE, block, result.step) for block in lost]
+            result.lost = (*result.lost, *entries)
+            return []
+        if number in self.bad_rows or row.failure:
+            row.failure = row.failure or "not finite"
+            self.bad_rows.discard(number)
+            result.failed[index] = row.failure
+            return []
+        start, end = row.num_computed, row.num_computed + count
+        assert end <= len(row.tokens), "a plan names a token that nobody knows yet"
+        assert end <= len(row.table) * size, "a plan writes beyond its row's table"
+        for position in range(start):
+            cell = self.cells.get((row.table[position // size], position % size))
+            assert cell == tuple(row.tokens[: position + 1]), f"a foreign or stale cell at position {position}"
+        for position in range(start, end):
+            block, slot = row.table[position // size], position % size
+            if slot == 0:  # a block that begins anew
+                self.bad_blocks.discard(block)
+                for old in range(size):
+                    self.cells.pop((block, old), None)
+            self.cells[block, slot] = tuple(row.tokens[: position + 1])
+        row.num_computed = end
+        if end < len(row.tokens):
+            return []
+        assert isinstance(row.sampling.choose, Draws)
+        first, num_draws = row.sampling.choose.first_stream, row.sampling.choose.count
+        drawn = [self.choose(tuple(row.tokens), stream) for stream in range(first, first + num_draws)]
+        if num_draws == 1:
+            row.tokens.append(drawn[0])
+        return drawn
