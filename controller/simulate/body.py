@@ -1,0 +1,176 @@
+"""A worker process in the virtual world: a fake worker, its lease, and everything that can befall it.
+
+A body hears messages in order, works through its plans one at a time, answers late, and speaks up every `beat_s`. It
+dies, hangs, leaves, fails a step, damages rows and blocks, as the scenario's faults say. A process that died comes
+back later under a new identity; what it had sent may still be on its way.
+
+The body also remembers which damage the core was told of, and when: a plan sent later may not use it.
+"""
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from kilburn.controller.simulate.fake_daemon import limits_of
+from kilburn.controller.simulate.fake_worker import FakeWorker
+from kilburn.controller.simulate.plan_rules import ContractBroken
+from kilburn.controller.simulate.scenario import Faults
+from kilburn.shared.layout import blocks_for
+from kilburn.shared.messages import (
+    Beat,
+    Drain,
+    FromController,
+    FromWorker,
+    Gone,
+    Goodbye,
+    Hello,
+    Reject,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
+from kilburn.shared.types import Tier
+
+Filling = tuple[int, int]  # (block, generation): one content of a block
+
+
+class Surroundings(Protocol):
+    """What a body needs of the world."""
+
+    now: float
+    rng: Random
+
+    def faults(self) -> Faults: ...
+    def to_core(self, body: "Body", message: FromWorker, after_s: float = 0.0) -> None: ...
+    def died(self, body: "Body", returns: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class Damage:
+    """What went wrong in one step: the fillings lost, and those of failed rows that are not numbers."""
+
+    lost: list[Filling]
+    bad: list[Filling]
+
+
+@dataclass(slots=True)
+class Body:
+    peer: bytes
+    hello: Hello
+    silence_s: float
+    step_s: float
+    heard_s: float
+    lease: int | None = None
+    worker: FakeWorker | None = None  # None also while a lease that this body gave up is not over yet
+    is_alive: bool = True
+    hangs_until_s: float = 0.0
+    free_at_s: float = 0.0  # when the plans that it has are done
+    damage: dict[int, Damage] = field(default_factory=dict)  # by step
+    known_lost: dict[Filling, int] = field(default_factory=dict)  # -> the turn from which the core knows
+    known_bad: dict[Filling, int] = field(default_factory=dict)
+
+    def greet(self, world: Surroundings) -> None:
+        self.lease = self.worker = None
+        self.heard_s = world.now
+        world.to_core(self, self.hello)
+
+    def beat(self, world: Surroundings) -> None:
+        """Called every beat_s."""
+        if world.now < self.hangs_until_s:
+            return
+        if world.now - self.heard_s > self.silence_s:
+            self.greet(world)
+        elif self.worker is not None:
+            world.to_core(self, Beat(self.worker.lease, self.worker.next_step - 1))
+
+    def hear(self, message: FromController, turn: int, world: Surroundings) -> None:
+        """`turn` is the core's turn in which it sent the message."""
+        self.heard_s = world.now
+        match message:
+            case Welcome(lease):
+                self.lease = lease
+                self.worker = FakeWorker(lease, limits_of(self.hello), self.hello.vocab_size)
+                self.damage, self.known_lost, self.known_bad = {}, {}, {}
+                self.free_at_s = world.now
+            case Gone(lease) if self.lease == lease:
+                self.greet(world)
+            case Drain(lease) if self.lease == lease:
+                world.to_core(self, Goodbye("drained"))
+                world.died(self, returns=False)
+            case Reject():
+                world.died(self, returns=True)
+            case StepPlan() if self.worker is not None and self.worker.lease == message.lease:
+                self._work(self.worker, message, turn, world)
+            case _:
+                pass
+
+    def _work(self, worker: FakeWorker, plan: StepPlan, turn: int, world: Surroundings) -> None:
+        if plan.step != worker.next_step:
+            # A plan was lost on the way: all that is left is to say so.
+            world.to_core(self, StepFailed(plan.lease, plan.step, f"a gap: expected step {worker.next_step}"))
+            self.worker = None
+            return
+        faults, rng = world.faults(), world.rng
+        if rng.random() < faults.dies:
+            world.died(self, returns=True)
+            return
+        if rng.random() < faults.leaves:
+            world.to_core(self, Goodbye("maintenance"))
+            world.died(self, returns=True)
+            return
+        if rng.random() < faults.step_fails:
+            world.to_core(self, StepFailed(plan.lease, plan.step, "out of memory"))
+            self.worker = None
+            return
+        if rng.random() < faults.hangs:
+            self.hangs_until_s = world.now + rng.choice((0.5, 2.0, 6.0))
+        result = self._run(worker, plan, turn, faults, rng)
+        start_s = max(world.now, self.free_at_s, self.hangs_until_s)
+        self.free_at_s = start_s + self.step_s * rng.uniform(0.3, 1.5)
+        world.to_core(self, result, self.free_at_s - world.now)
+
+    def _run(self, worker: FakeWorker, plan: StepPlan, turn: int, faults: Faults, rng: Random) -> StepResult:
+        self._refuse_known_bad(worker, plan, turn)
+        # Mostly at the beginning: what goes bad in a chunk that does not sample is seen only later, when it has a name.
+        admitted = {admit.row for admit in plan.admits} if faults.bad_row else set()
+        bad_rows = [row for row in plan.rows if rng.random() < faults.bad_row * (6 if row in admitted else 1)]
+        lost_blocks: list[int] = []
+        if faults.lost_block and rng.random() < faults.lost_block:
+            row = worker.rows.get(rng.choice(plan.rows))
+            if row is not None and row.table:
+                lost_blocks.append(rng.choice(row.table))
+        result = worker.run(plan, bad_rows, lost_blocks)
+        pool = worker.pools[Tier.DEVICE]
+        generations = pool.generations
+        damage = Damage([(lost.block, generations[lost.block]) for lost in result.lost], [])
+        for filling in damage.lost:
+            if self.known_lost.get(filling, turn + 1) <= turn:
+                raise ContractBroken(f"a plan reads block {filling[0]}, which the core knows to be lost")
+        for index in result.failed:
+            row = worker.rows[plan.rows[index]]
+            damage.bad += [(b, generations[b]) for b in row.table if pool.has_bad_cell(b)]
+        self.damage[plan.step] = damage
+        return result
+
+    def _refuse_known_bad(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
+        """No row may begin on blocks whose failure the core knew when it sent the plan."""
+        if not self.known_bad:
+            return
+        filled = {destination for _, destination in (*plan.copies, *plan.swaps_in)}
+        generations = worker.pools[Tier.DEVICE].generations
+        for admit in plan.admits:
+            for block in admit.blocks[: blocks_for(admit.start, worker.limits.block_size)]:
+                known = self.known_bad.get((block, generations[block]), turn + 1)
+                if block not in filled and known <= turn:
+                    raise ContractBroken(f"row {admit.row} begins on block {block}, which a failed row had filled")
+
+    def core_learned(self, step: int, turn: int) -> None:
+        """The core took the result of this step; from `turn` on it may plan nothing on what the step found damaged."""
+        damage = self.damage.pop(step, None)
+        if damage is None:
+            return
+        for filling in damage.lost:
+            self.known_lost.setdefault(filling, turn)
+        for filling in damage.bad:
+            self.known_bad.setdefault(filling, turn)

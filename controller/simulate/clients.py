@@ -1,0 +1,215 @@
+"""What the clients of a world see: each token the oracle's next, one end per sequence, one refusal at most.
+
+It asks the core nothing and repeats none of its accounting: a request's answers are the oracle's, its refusal is
+judged by what the workers announced, and the time that it waited by who could have taken it.
+"""
+
+from dataclasses import dataclass, field
+
+from kilburn.controller.core.events import Cancel, Emit, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.simulate.fake_worker import logprobs_of
+from kilburn.controller.simulate.oracle import Answer, chain_of, finish
+from kilburn.controller.simulate.scenario import Scenario, fits
+from kilburn.controller.simulate.witness import Leases, WorldBroken, demand
+from kilburn.shared.types import FinishReason
+
+
+@dataclass(slots=True)
+class Case:
+    """What is known of one request."""
+
+    submit: Submit
+    at_s: float
+    answers: list[Answer]
+    emitted: list[list[int]]
+    ended: list[FinishReason | None]
+    refused: Refusal | None = None
+    is_started: bool = False
+    is_cancelled: bool = False
+    has_failed_row: bool = False
+    stopped: set[int] = field(default_factory=set)  # indices whose Stop was said
+    silent: set[int] = field(default_factory=set)  # and is heard: no token may follow
+    unplaceable_since_s: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.refused is None and not self.is_cancelled and None in self.ended
+
+    @property
+    def request_id(self) -> int:
+        return self.submit.request_id
+
+
+class Clients:
+    """Every request, and what became of it."""
+
+    def __init__(self, scenario: Scenario, leases: Leases) -> None:
+        self.scenario, self.leases = scenario, leases
+        self.cases: dict[int, Case] = {}
+        self.late: list[Cancel | Stop] = []  # came after events of the same turn that may have made tokens
+        self.is_shut = False
+        self.last_progress_s = 0.0
+
+    def live(self) -> list[Case]:
+        return [case for case in self.cases.values() if case.is_live]
+
+    # --- what they ask
+
+    def submitted(self, submit: Submit, now: float) -> None:
+        max_tokens = min(submit.max_tokens, max(self.scenario.max_len - len(submit.prompt), 0))
+        answers = finish(submit.prompt, submit.sampling, max_tokens, submit.n, self.scenario.vocab_size)
+        self.cases[submit.request_id] = Case(
+            submit, now, answers, [[] for _ in range(submit.n)], [None for _ in range(submit.n)]
+        )
+
+    def left(self, event: Cancel | Stop, may_have_spoken: bool) -> None:
+        """A client cancels, or a stop string was found in its text."""
+        if event.request_id not in self.cases:
+            return
+        if isinstance(event, Stop):
+            self.cases[event.request_id].stopped.add(event.index)
+        if may_have_spoken:
+            self.late.append(event)
+        else:
+            self.silence(event)
+
+    def silence(self, event: Cancel | Stop) -> None:
+        """From here on nothing more may be said of the request, or of the sequence."""
+        case = self.cases[event.request_id]
+        if isinstance(event, Cancel):
+            case.is_cancelled = True
+        else:
+            case.silent.add(event.index)
+
+    # --- what they hear
+
+    def _case(self, request_id: int) -> Case:
+        case = self.cases.get(request_id)
+        if case is None:
+            raise WorldBroken(f"an effect for request {request_id}, which nobody made")
+        return case
+
+    def emitted(self, emit: Emit, now: float) -> None:
+        case, rid = self._case(emit.request_id), emit.request_id
+        demand(0 <= emit.index < case.submit.n, f"a token for index {emit.index} of {case.submit.n}", rid)
+        demand(not case.is_cancelled, "a token after Cancel", rid)
+        demand(case.refused is None and case.ended[emit.index] is None, "a token after the end", rid)
+        demand(case.is_started, "a token before Started", rid)
+        demand(emit.index not in case.silent, "a token after Stop", rid)
+        done, answer = case.emitted[emit.index], case.answers[emit.index].tokens
+        position = len(case.submit.prompt) + len(done)
+        demand(len(done) < len(answer), f"index {emit.index} goes on past its end", rid)
+        expected = answer[len(done)]
+        demand(emit.token == expected, f"index {emit.index} token {len(done)} is {emit.token}, not {expected}", rid)
+        demand(
+            (rid, emit.index, position) in self.leases.drawn,
+            f"position {position} was drawn by no accepted result",
+            rid,
+        )
+        num_likely = case.submit.sampling.logprobs
+        if num_likely >= 0:
+            chain = chain_of([*case.submit.prompt, *done])
+            likely = tuple(logprobs_of(chain, expected, num_likely, self.scenario.vocab_size))
+            demand(tuple(emit.logprobs) == likely, f"log probabilities {emit.logprobs}, not {likely}", rid)
+        else:
+            demand(emit.logprobs == (), "log probabilities that nobody asked for", rid)
+        done.append(emit.token)
+        self.last_progress_s = now
+
+    def started(self, started: Started, now: float) -> None:
+        case = self._case(started.request_id)
+        rid, num_prompt = case.request_id, len(case.submit.prompt)
+        demand(not case.is_started and case.is_live, "started twice, or after its end", rid)
+        size = self.scenario.hellos[0].layout.block_size
+        cached = started.cached_tokens
+        demand(0 <= cached <= (num_prompt - 1) // size * size, f"{cached} of {num_prompt} tokens from the cache", rid)
+        known = max((_in_common(case, other) for other in self.cases.values()), default=0)
+        demand(
+            cached <= known, f"{cached} tokens from the cache, where {known} were ever computed for this tenant", rid
+        )
+        case.is_started = True
+        self.last_progress_s = now
+
+    def refused(self, refused: Refused, now: float) -> None:
+        case, rid = self._case(refused.request_id), refused.request_id
+        touched = case.is_started or any(case.emitted) or any(case.ended) or case.refused is not None
+        demand(not touched, "refused after it was taken", rid)
+        case.refused = refused.refusal
+        demand(bool(refused.message), "a refusal says what to change", rid)
+        submit, views = case.submit, list(self.leases.views.values())
+        known = [view.hello for view in views] or list(self.leases.hellos.values())
+        match refused.refusal:
+            case Refusal.TOO_LONG:
+                holds = not any(fits(submit, hello, self.scenario) for hello in known)
+            case Refusal.TOO_WIDE:
+                budget = self.scenario.max_step_tokens
+                holds = not any(submit.n <= min(h.max_rows, h.max_step_tokens, budget) for h in known)
+            case Refusal.QUEUE_FULL:
+                holds = len(self.live()) >= self.scenario.max_waiting
+            case Refusal.NO_WORKER:
+                holds = not views or self._waited_in_vain(case, now)
+            case Refusal.SHUTTING_DOWN:
+                holds = self.is_shut
+            case Refusal.EMPTY:
+                holds = not submit.prompt
+        demand(holds, f"refused ({refused.refusal.value}) although nothing justifies it: {refused.message}", rid)
+
+    def finished(self, finished: Finished, now: float) -> None:
+        case, rid, index = self._case(finished.request_id), finished.request_id, finished.index
+        demand(0 <= index < case.submit.n, f"index {index} of {case.submit.n} ends", rid)
+        demand(case.refused is None and case.ended[index] is None, f"index {index} ends twice", rid)
+        case.ended[index] = finished.reason
+        self.last_progress_s = now
+        done, answer = tuple(case.emitted[index]), case.answers[index]
+        match finished.reason:
+            case FinishReason.CANCELLED:
+                holds = case.is_cancelled or any(late.request_id == rid for late in self.late)
+            case FinishReason.LENGTH:
+                holds = done == answer.tokens and answer.reason is FinishReason.LENGTH
+            case FinishReason.STOP:
+                holds = index in case.stopped or (done == answer.tokens and answer.reason is FinishReason.STOP)
+            case FinishReason.ERROR:
+                holds = case.has_failed_row or self._waited_in_vain(case, now)
+                demand(bool(finished.message), "an error says what happened", rid)
+        why = f"index {index} ended ({finished.reason.value}: {finished.message}) after {len(done)} tokens"
+        demand(holds, f"{why}; it should be {len(answer.tokens)}, {answer.reason.value}", rid)
+
+    # --- how long they wait
+
+    def watch(self, now: float) -> None:
+        for case in self.live():
+            if self._can_be_placed(case, now):
+                case.unplaceable_since_s = None
+            elif case.unplaceable_since_s is None:
+                case.unplaceable_since_s = now
+
+    def _can_be_placed(self, case: Case, now: float) -> bool:
+        """On a worker group that was heard of lately."""
+        heard_since_s = now - self.scenario.silence_s / 2
+        return any(
+            v.heard_s > heard_since_s and fits(case.submit, v.hello, self.scenario) for v in self.leases.views.values()
+        )
+
+    def _waited_in_vain(self, case: Case, now: float) -> bool:
+        since_s = case.at_s if case.unplaceable_since_s is None else case.unplaceable_since_s
+        return not self._can_be_placed(case, now) and now - since_s >= self.scenario.recovery_s - 1e-6
+
+    def check_answered(self) -> None:
+        """At the end: everybody has an answer."""
+        for case in self.cases.values():
+            if case.refused is None and not case.is_cancelled:
+                demand(None not in case.ended, "a request went quiet", case.request_id)
+
+
+def _in_common(case: Case, other: Case) -> int:
+    """The tokens at the beginning of the prompt that another request of the same tenant has had, too."""
+    if other is case or other.submit.salt != case.submit.salt:
+        return 0
+    most = 0
+    for answer in other.emitted:
+        theirs = (*other.submit.prompt, *answer)
+        pairs = zip(case.submit.prompt, theirs, strict=False)
+        most = max(
+            most, next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(case.submit.prompt), len(theirs)))
+        )
+    return most

@@ -1,0 +1,100 @@
+"""Who checks the core from the outside: its events, its effects, and the oracle.
+
+Events are noted before the core hears them, effects checked after. In one turn what clients hear comes first: a plan
+may build on a token that the same turn brought.
+"""
+
+from collections.abc import Sequence
+
+from kilburn.controller.core.events import (
+    Arrived,
+    Cancel,
+    Effect,
+    Emit,
+    Event,
+    Finished,
+    Left,
+    Refused,
+    Send,
+    Shutdown,
+    Started,
+    Stop,
+    Submit,
+)
+from kilburn.controller.simulate.clients import Clients
+from kilburn.controller.simulate.scenario import Scenario
+from kilburn.controller.simulate.witness import Leases
+from kilburn.shared.messages import Drain, Gone, Goodbye, Hello, StepFailed, StepPlan, StepResult, Welcome
+
+
+class Judge:
+    def __init__(self, scenario: Scenario) -> None:
+        self.leases = Leases(scenario)
+        self.clients = Clients(scenario, self.leases)
+
+    def hear(self, events: Sequence[Event], now: float) -> None:
+        """What the core is about to be told. Raises WorldBroken, as `see` does."""
+        self.leases.accepted_now, self.clients.late = set(), []
+        may_have_spoken = False
+        for event in events:
+            match event:
+                case Submit():
+                    self.clients.submitted(event, now)
+                case Cancel() | Stop():
+                    self.clients.left(event, may_have_spoken)
+                    continue
+                case Arrived():
+                    self._arrived(event, now)
+                case Left(peer):
+                    self.leases.end(peer)
+                case Shutdown():
+                    self.clients.is_shut = True
+                case _:
+                    pass
+            may_have_spoken = True
+
+    def _arrived(self, event: Arrived, now: float) -> None:
+        self.leases.heard(event, now)
+        match event.message:
+            case Hello() as hello:
+                self.leases.end(event.peer)
+                self.leases.hellos[event.peer] = hello
+            case StepResult() as result:
+                for request_id in self.leases.returned(result):
+                    self.clients.cases[request_id].has_failed_row = True
+            case Goodbye():
+                self.leases.end(event.peer)
+            case StepFailed(lease=lease):
+                self.leases.views.pop(lease, None)
+            case _:
+                pass
+
+    def see(self, effects: Sequence[Effect], now: float) -> None:
+        """What the core did about it."""
+        for effect in effects:
+            match effect:
+                case Emit():
+                    self.clients.emitted(effect, now)
+                case Finished():
+                    self.clients.finished(effect, now)
+                case Refused():
+                    self.clients.refused(effect, now)
+                case Started():
+                    self.clients.started(effect, now)
+                case Send(peer, Welcome(lease=lease)):
+                    self.leases.welcomed(peer, lease, now)
+                case Send(_, Gone(lease=lease)):
+                    self.leases.views.pop(lease, None)
+                case _:
+                    pass
+        for late in self.clients.late:
+            self.clients.silence(late)
+        for effect in effects:
+            match effect:
+                case Send(peer, StepPlan() as plan):
+                    self.leases.planned(peer, plan, self.clients.cases)
+                case Send(_, Drain(lease=lease)) if lease in self.leases.views:
+                    self.leases.views[lease].is_draining = True
+                case _:
+                    pass
+        self.clients.watch(now)

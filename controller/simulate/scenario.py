@@ -1,0 +1,222 @@
+"""One world's circumstances, drawn from one seed before anything happens.
+
+Everything is small and tight, because faults live at the edges: blocks of 1 to 16 tokens, pools that hold little more
+than the largest request, budgets down to one token a step. Everything bad is far more frequent than in life. Prompts
+are cut from a few stems, so that prefixes are shared all the time.
+"""
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from kilburn.controller.core.events import Submit
+from kilburn.shared.layout import KVLayout, blocks_for
+from kilburn.shared.messages import Hello
+from kilburn.shared.sampling import Sampling
+
+MODEL = b"\x07" * 32
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """Chances, per message or step unless a rate is said. All are zero once the world calms down."""
+
+    lose: float = 0.0  # a message, either way
+    late: float = 0.0  # a message comes seconds late
+    twice: float = 0.0  # a result is delivered twice
+    bad_row: float = 0.0  # a row goes bad in a step
+    lost_block: float = 0.0  # a block of a row in a step becomes unreadable
+    step_fails: float = 0.0
+    dies: float = 0.0  # per step: the process ends
+    hangs: float = 0.0  # per step: silence for a while
+    leaves: float = 0.0  # per step: Goodbye
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """A request and what its client will do to it."""
+
+    at_s: float
+    submit: Submit
+    cancels_s: tuple[float, ...]  # when, counted from the submit
+    stops: tuple[tuple[int, int], ...]  # (index, after so many tokens): a stop string is found
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    depth: int
+    max_step_tokens: int
+    beat_s: float
+    silence_s: float
+    step_deadline_s: float
+    recovery_s: float
+    max_waiting: int
+    hellos: tuple[Hello, ...]  # one worker group each
+    joins_s: tuple[float, ...]
+    errands: tuple[Errand, ...]
+    faults: Faults
+    calm_s: float  # from here on nothing fails any more
+    shutdown_s: float | None  # None: only once everything is answered
+    step_s: float  # a step on a worker takes about so long
+    link_s: float  # a message under way takes about so long
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hellos[0].vocab_size
+
+    @property
+    def max_len(self) -> int:
+        return self.hellos[0].max_len
+
+
+def blocks_needed(num_prompt: int, max_tokens: int, n: int, block_size: int) -> int:
+    """The most blocks that a group holds at once: what the prompt fills is shared, the rest is each sequence's own."""
+    num_cells = num_prompt + max(max_tokens, 1) - 1 if max_tokens else num_prompt - 1
+    if n == 1 or max_tokens <= 1:
+        return blocks_for(num_cells, block_size)
+    shared = num_prompt // block_size
+    return shared + n * (blocks_for(num_cells, block_size) - shared)
+
+
+def fits_pool(submit: Submit, hello: Hello) -> bool:
+    need = blocks_needed(len(submit.prompt), submit.max_tokens, submit.n, hello.layout.block_size)
+    return need <= hello.num_blocks
+
+
+def fits(submit: Submit, hello: Hello, scenario: Scenario) -> bool:
+    wide = submit.n <= min(hello.max_rows, hello.max_step_tokens, scenario.max_step_tokens)
+    return wide and len(submit.prompt) + submit.max_tokens <= hello.max_len and fits_pool(submit, hello)
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The world of this seed."""
+    rng = Random(seed)
+    block_size = rng.choice((1, 2, 3, 4, 4, 4, 5, 8, 16))
+    max_len = rng.choice((8, 20, 40, 64))
+    vocab_size = rng.choice((3, 8, 30))
+    is_crowded = rng.random() < 0.35  # many long answers at once, in pools that hold little more than the largest
+    errands = _draw_errands(rng, max_len, vocab_size, is_crowded)
+    depth = rng.choice((1, 2, 2, 3))
+    budget = rng.choice((1, 2, 3, 5, 8, 16, 32, 64))
+    num_groups = 1 if is_crowded else rng.choice((1, 1, 2, 3))
+    sizes = (block_size, max_len, vocab_size)
+    hellos = tuple([_draw_hello(rng, i, errands, sizes, is_crowded) for i in range(num_groups)])
+    step_s = rng.choice((0.01, 0.03))
+    last_s = max(errand.at_s for errand in errands)
+    return Scenario(
+        seed=seed,
+        depth=depth,
+        max_step_tokens=budget,
+        beat_s=1.0,
+        silence_s=3.0,
+        step_deadline_s=rng.choice((1.0, 4.0)),
+        recovery_s=rng.choice((2.0, 20.0)),
+        max_waiting=rng.choice((3, 100, 100, 100, 100, 100)),
+        hellos=hellos,
+        joins_s=tuple(rng.choice((0.0, 0.0, rng.uniform(0, 2.0))) for _ in hellos),
+        errands=errands,
+        faults=_draw_faults(rng),
+        calm_s=last_s + rng.uniform(0.2, 3.0),
+        shutdown_s=rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None,
+        step_s=step_s,
+        link_s=rng.choice((0.0005, 0.005, 0.03)),
+    )
+
+
+def _draw_hello(
+    rng: Random, number: int, errands: tuple[Errand, ...], sizes: tuple[int, int, int], is_crowded: bool
+) -> Hello:
+    block_size, max_len, vocab_size = sizes
+    needs = sorted(
+        blocks_needed(len(e.submit.prompt), e.submit.max_tokens, e.submit.n, block_size)
+        for e in errands
+        if len(e.submit.prompt) + e.submit.max_tokens <= max_len
+    ) or [1]
+    largest = max(needs[-1], 1)
+    ample = (largest + rng.randint(0, largest), 3 * largest, needs[len(needs) // 2])
+    num_blocks = rng.choice((largest, largest + 1) if is_crowded else (largest, *ample))
+    return Hello(
+        name=f"group{number}",
+        model_digest=MODEL,
+        layout=KVLayout(block_size, 1, 1, 8, "float32"),
+        num_blocks=max(num_blocks, 1),
+        num_host_blocks=rng.choice((0, 0, 4)),
+        max_rows=rng.choice((4, 8, 16) if is_crowded else (1, 2, 4, 4, 8, 16)),
+        max_step_tokens=rng.choice((4, 16, 64)),
+        max_len=max_len,
+        vocab_size=vocab_size,
+    )
+
+
+def resized(rng: Random, hello: Hello) -> Hello:
+    """The same group after a restart, now and then with another pool."""
+    if rng.random() < 0.7:
+        return hello
+    return replace(hello, num_blocks=max(1, hello.num_blocks + rng.randint(-1, 2)))
+
+
+def _draw_errands(rng: Random, max_len: int, vocab_size: int, is_crowded: bool) -> tuple[Errand, ...]:
+    stems = [[rng.randrange(vocab_size) for _ in range(max_len)] for _ in range(rng.choice((1, 2, 3)))]
+    span_s = rng.choice((0.05, 0.2) if is_crowded else (0.05, 0.5, 2.0))
+    sociable = rng.random() < (0.6 if is_crowded else 0.4)  # several samples a request
+    impatient = rng.choice((0.0, 0.0, 0.1) if is_crowded else (0.0, 0.0, 0.15, 0.5))
+    lengths = (5, 8, 13, 21, max_len) if is_crowded else (0, 1, 2, 3, 5, 8, 13, 21, max_len)
+    errands = []
+    for number in range(rng.choice((4, 7, 10) if is_crowded else (1, 3, 6, 9, 14))):
+        stem = rng.choice(stems)
+        num_stem = rng.randint(0, int(max_len * rng.choice((0.2, 0.4, 0.8))))
+        tail = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 0, 1, 2, 5)))]
+        prompt = (stem[:num_stem] + tail) or stem[:1]
+        max_tokens = rng.choice(lengths)
+        if rng.random() < 0.9:  # most of them fit
+            prompt = prompt[: max_len - 1]
+            max_tokens = min(max_tokens, max_len - len(prompt))
+        n = rng.choice((2, 2, 3, 4)) if sociable and rng.random() < 0.6 else 1
+        submit = Submit(
+            request_id=number,
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=_draw_sampling(rng, number, vocab_size),
+            n=n,
+            priority=rng.choice((0,) * 8 + (-1, 1)),
+            salt=rng.choice((b"",) * 6 + (b"tenant",)),
+        )
+        at_s = rng.uniform(0, span_s)
+        cancels: tuple[float, ...] = (rng.choice((0.0, rng.uniform(0, 1.0))),) if rng.random() < impatient else ()
+        if cancels and rng.random() < 0.5:
+            cancels += (cancels[0] + rng.choice((0.0, 0.05)),)
+        stops = ((rng.randrange(n), rng.randint(1, 6)),) if rng.random() < 0.15 else ()
+        errands.append(Errand(at_s, submit, cancels, stops))
+    return tuple(errands)
+
+
+def _draw_sampling(rng: Random, number: int, vocab_size: int) -> Sampling:
+    stops = rng.choice(((), (), (0,), (1, 2)))
+    return Sampling(
+        temperature=0.0 if rng.random() < 0.1 else 1.0,
+        # unique, so that the judge can tell whose row it is
+        seed=(number << 32) + rng.randrange(1 << 32),
+        presence_penalty=0.5 if rng.random() < 0.15 else 0.0,
+        min_tokens=rng.choice((0, 0, 0, 2)),
+        stop_ids=stops if len(stops) < vocab_size else (),
+        logprobs=rng.choice((-1,) * 8 + (0, 2)),
+    )
+
+
+def _draw_faults(rng: Random) -> Faults:
+    def some(rate: float, chance: float = 0.25) -> float:
+        return rate * rng.uniform(0.2, 1.0) if rng.random() < chance else 0.0
+
+    if rng.random() < 0.35:
+        return Faults()
+    return Faults(
+        lose=some(0.03),
+        late=some(0.05),
+        twice=some(0.1),
+        bad_row=some(0.08, 0.35),
+        lost_block=some(0.2),
+        step_fails=some(0.03),
+        dies=some(0.04),
+        hangs=some(0.03),
+        leaves=some(0.03),
+    )

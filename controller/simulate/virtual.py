@@ -1,0 +1,343 @@
+"""A virtual world around the real core: clients, links, worker processes, and a clock that jumps.
+
+    scenario (seed) -> clients, bodies, links --events--> Engine.handle --effects--> judge, links, clients
+
+After every turn the engine validates its own laws, the judge checks the effects, and the fake workers check the plans.
+It ends when everybody has an answer and every block is free again; any broken law raises.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.events import (
+    Arrived,
+    Cancel,
+    Effect,
+    Emit,
+    Event,
+    Finished,
+    Left,
+    Names,
+    Note,
+    Refused,
+    Send,
+    Shutdown,
+    Started,
+    Stop,
+    Submit,
+    Tick,
+)
+from kilburn.controller.core.snapshot import Snapshot
+from kilburn.controller.simulate.body import Body
+from kilburn.controller.simulate.judge import Judge
+from kilburn.controller.simulate.scenario import Errand, Faults, Scenario, resized
+from kilburn.controller.simulate.story import Story
+from kilburn.controller.simulate.witness import WorldBroken
+from kilburn.shared.messages import FromController, FromWorker, Hello, StepFailed, StepPlan, StepResult
+
+PATIENCE_S = 90.0  # without any progress, once nothing fails any more
+LATEST_S = 8.0  # a message that is late comes so late at most
+MOST_TURNS = 30_000
+MOST_TICKS = 50  # at one moment
+CALM = Faults()
+
+
+class World:
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.rng = Random(scenario.seed ^ 0x5EED)
+        self.now = 0.0
+        self.turn = 0
+        self.engine = Engine(
+            EngineSettings(
+                depth=scenario.depth,
+                max_step_tokens=scenario.max_step_tokens,
+                beat_s=scenario.beat_s,
+                silence_s=scenario.silence_s,
+                step_deadline_s=scenario.step_deadline_s,
+                recovery_s=scenario.recovery_s,
+                max_waiting=scenario.max_waiting,
+            )
+        )
+        self.judge = Judge(scenario)
+        self.story = Story()
+        self.seen: Counter[str] = Counter()
+        self.bodies: dict[bytes, Body] = {}
+        self.num_born = 0
+        self.inbox: list[Event] = []
+        self.errands = {errand.submit.request_id: errand for errand in scenario.errands}
+        self.num_to_come = len(scenario.errands)
+        self.num_emitted: Counter[tuple[int, int]] = Counter()
+        self.ready_s: dict[tuple[bytes, str], float] = {}  # when each direction of a link has delivered all
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_planned = 0
+        self._ticks_here = 0
+        self._is_closing = False
+
+    # --- the course of things
+
+    def run(self) -> None:
+        """Until everybody has an answer. Raises LawBroken."""
+        scenario = self.scenario
+        for errand in scenario.errands:
+            self.after(errand.at_s, self._submitting(errand))
+        for hello, join_s in zip(scenario.hellos, scenario.joins_s, strict=True):
+            self.after(join_s, partial(self._born, hello))
+        if scenario.shutdown_s is not None:
+            self.after(scenario.shutdown_s, lambda: self.inbox.append(Shutdown()))
+        while not self._is_over():
+            self._next()
+        self.judge.clients.check_answered()
+        self._close()
+
+    def _is_over(self) -> bool:
+        is_calm = self.now >= self.scenario.calm_s or not self._agenda
+        return self.num_to_come == 0 and is_calm and not self.judge.clients.live() and not self.inbox
+
+    def _close(self) -> None:
+        """Let what is under way come home, shut down, and see that nothing is held."""
+        # A result that was lost is missed only when its step's deadline has passed.
+        self._pass(self.scenario.silence_s + self.scenario.step_deadline_s, until=lambda: not self._held())
+        if self._held():
+            raise WorldBroken(f"when everybody is answered, the core still holds {self._held()}")
+        self.inbox.append(Shutdown())
+        self._pass(self.scenario.silence_s + LATEST_S, until=lambda: not self.judge.leases.views)
+        if self.judge.leases.views and self.scenario.shutdown_s is None:
+            raise WorldBroken(f"leases {sorted(self.judge.leases.views)} were not drained")
+
+    def _pass(self, seconds: float, until: Callable[[], bool]) -> None:
+        end_s = self.now + seconds
+        self.after(seconds, lambda: None)
+        while self._agenda and self.now < end_s and (self.inbox or not until()):
+            self._next()
+
+    def _held(self) -> str:
+        """In an engine without requests nothing waits, nothing runs, and no block has an owner."""
+        return held_things(self.engine.snapshot())
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._num_planned += 1
+        heapq.heappush(self._agenda, (self.now + seconds, self._num_planned, action))
+
+    def _next(self) -> None:
+        """One thing happens, or time reaches the core's deadline; then perhaps the core gets its turn."""
+        deadline = self.engine.deadline
+        next_s = self._agenda[0][0] if self._agenda else float("inf")
+        if deadline is not None and max(deadline, self.now) < next_s:
+            self._ticks_here = self._ticks_here + 1 if deadline <= self.now else 0
+            if self._ticks_here > MOST_TICKS:
+                raise WorldBroken(f"the core wants ticks without end at {self.now}")
+            self.now = max(deadline, self.now)
+            self.inbox.append(Tick())
+            self._take_turn()
+            return
+        if self.inbox and not self._agenda:
+            self._take_turn()
+            return
+        if not self._agenda:
+            raise WorldBroken(
+                "nothing will ever happen again", *[case.request_id for case in self.judge.clients.live()]
+            )
+        at_s, _, action = heapq.heappop(self._agenda)
+        if at_s > self.now:
+            self.now, self._ticks_here = at_s, 0
+        action()
+        if self.inbox and (len(self.inbox) > 3 or self.rng.random() < 0.8):
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        events, self.inbox = self.inbox, []
+        self.turn += 1
+        if self.turn > MOST_TURNS:
+            raise WorldBroken("no end in sight")
+        for event in events:
+            self.story.add(self.now, ">", event, _about_event(event))
+        self.judge.hear(events, self.now)
+        self._count(events)
+        effects = self.engine.handle(events, self.now)
+        for effect in effects:
+            self.story.add(self.now, "<", effect, self._about_effect(effect))
+        self.engine.validate()
+        self.judge.see(effects, self.now)
+        self._tell_bodies(len(events))
+        for effect in effects:
+            self._fulfil(effect)
+        waited_s = self.now - max(self.judge.clients.last_progress_s, self.scenario.calm_s)
+        if self.judge.clients.live() and waited_s > PATIENCE_S + self.scenario.recovery_s:
+            raise WorldBroken("no progress any more", *[case.request_id for case in self.judge.clients.live()])
+
+    def _count(self, events: list[Event]) -> None:
+        """So that a test can say that worlds are as eventful as they claim."""
+        for event in events:
+            match event:
+                case Cancel():
+                    self.seen["cancel"] += 1
+                case Stop():
+                    self.seen["stop"] += 1
+                case Arrived(_, StepFailed()):
+                    self.seen["step failed"] += 1
+                case Arrived(_, StepResult() as result):
+                    self.seen["row failed"] += len(result.failed)
+                    self.seen["block lost"] += len(result.lost)
+                    self.seen["stale result"] += (result.lease, result.step) not in self.judge.leases.accepted_now
+                case _:
+                    pass
+
+    def _fulfil(self, effect: Effect) -> None:
+        match effect:
+            case Send(peer, message):
+                self._to_worker(peer, message)
+            case Emit(request_id, index):
+                self.seen["token"] += 1
+                self.num_emitted[request_id, index] += 1
+                for at_index, num_tokens in self.errands[request_id].stops:
+                    if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
+                        self.inbox.append(Stop(request_id, index))
+            case Started(_, cached_tokens):
+                self.seen["started"] += 1
+                self.seen["cached token"] += cached_tokens
+            case Finished(reason=reason):
+                self.seen[f"finished {reason.value}"] += 1
+            case Refused(refusal=refusal):
+                self.seen[f"refused {refusal.value}"] += 1
+            case Note(kind):
+                self.seen[kind.value] += 1
+            case Names():
+                pass
+
+    # --- clients
+
+    def _submitting(self, errand: Errand) -> Callable[[], None]:
+        def submit() -> None:
+            self.num_to_come -= 1
+            self.inbox.append(errand.submit)
+            for cancel_s in errand.cancels_s:
+                self.after(cancel_s, lambda: self.inbox.append(Cancel(errand.submit.request_id)))
+
+        return submit
+
+    # --- workers
+
+    def faults(self) -> Faults:
+        return CALM if self.now >= self.scenario.calm_s else self.scenario.faults
+
+    def _born(self, hello: Hello) -> None:
+        self.num_born += 1
+        peer = f"{hello.name}-{self.num_born}".encode()
+        scale = self.scenario
+        body = Body(peer, hello, scale.silence_s, scale.step_s, self.now)
+        self.bodies[peer] = body
+        body.greet(self)
+        self._beating(body)
+
+    def _beating(self, body: Body) -> None:
+        def beat() -> None:
+            if body.is_alive:
+                body.beat(self)
+                self.after(self.scenario.beat_s * 0.9, beat)
+
+        self.after(self.scenario.beat_s * 0.9, beat)
+
+    def died(self, body: Body, returns: bool) -> None:
+        """The process ended. Somebody may notice; it may come back."""
+        body.is_alive = False
+        self.seen["death"] += 1
+        self.story.add(self.now, "*", f"{body.peer.decode()} ends")
+        if self.rng.random() < 0.5:
+            self.after(self.rng.uniform(0, 0.2), lambda: self.inbox.append(Left(body.peer, "the process ended")))
+        if returns:
+            hello = resized(self.rng, body.hello)
+            self.after(self.rng.choice((0.05, 1.0, 5.0)), partial(self._born, hello))
+
+    def _tell_bodies(self, num_events: int) -> None:
+        """Bodies remember from which turn on the core knows of their damage."""
+        # With several events in a turn the core may have planned before it took the result.
+        known_from = self.turn if num_events == 1 else self.turn + 1
+        for lease, step in self.judge.leases.accepted_now:
+            for body in self.bodies.values():
+                if body.worker is not None and body.worker.lease == lease:
+                    body.core_learned(step, known_from)
+
+    # --- links: in order, each direction of each peer for itself
+
+    def _arrival_s(self, peer: bytes, way: str, after_s: float) -> float:
+        delay_s = after_s + self.scenario.link_s * self.rng.uniform(0.5, 1.5)
+        if self.rng.random() < self.faults().late:
+            delay_s += self.rng.choice((0.3, 2.0, LATEST_S))
+        at_s = max(self.now + delay_s, self.ready_s.get((peer, way), 0.0))
+        self.ready_s[peer, way] = at_s
+        return at_s
+
+    def _is_lost(self, message: object) -> bool:
+        if self.rng.random() >= self.faults().lose:
+            return False
+        self.seen["lost message"] += 1
+        self.story.add(self.now, "*", f"lost: {type(message).__name__}")
+        return True
+
+    def to_core(self, body: Body, message: FromWorker, after_s: float = 0.0) -> None:
+        if self._is_lost(message):
+            return
+        delay_s = self._arrival_s(body.peer, "up", after_s) - self.now
+        self.after(delay_s, lambda: self.inbox.append(Arrived(body.peer, message)))
+        if isinstance(message, StepResult) and self.rng.random() < self.faults().twice:
+            delay_s = self._arrival_s(body.peer, "up", after_s + self.rng.choice((0.0, 0.5))) - self.now
+            self.after(delay_s, lambda: self.inbox.append(Arrived(body.peer, message)))
+
+    def _to_worker(self, peer: bytes, message: FromController) -> None:
+        if isinstance(message, StepPlan):
+            self._count_plan(message)
+        body, turn = self.bodies[peer], self.turn
+        if self._is_lost(message):
+            return
+
+        def hear() -> None:
+            if body.is_alive:
+                body.hear(message, turn, self)
+
+        self.after(self._arrival_s(peer, "down", 0.0) - self.now, hear)
+
+    def _count_plan(self, plan: StepPlan) -> None:
+        self.seen["plan"] += 1
+        self.seen["copy"] += len(plan.copies)
+        self.seen["admit"] += len(plan.admits)
+
+    def _about_effect(self, effect: Effect) -> frozenset[int]:
+        match effect:
+            case Send(message=StepPlan() as plan):
+                views = self.judge.leases.views
+                rows = views[plan.lease].rows if plan.lease in views else {}
+                about = {rows[row].request_id for row in plan.rows if row in rows}
+                return frozenset(about | {admit.sampling.seed >> 32 for admit in plan.admits})
+            case Send() | Note() | Names():
+                return frozenset()
+            case _:
+                return frozenset({effect.request_id})
+
+
+def _about_event(event: Event) -> frozenset[int]:
+    return frozenset({event.request_id}) if isinstance(event, Submit | Stop | Cancel) else frozenset()
+
+
+def held_things(snapshot: Snapshot) -> str:
+    """What an idle engine still holds, in words; empty if nothing."""
+    held = [f"{snapshot.requests} requests"] if snapshot.requests or snapshot.homeless_requests else []
+    for group in snapshot.groups:
+        for name in (
+            "owned_blocks",
+            "quarantined_blocks",
+            "shared_refs",
+            "running_requests",
+            "waiting_requests",
+            "flights",
+        ):
+            count = getattr(group, name)
+            if count:
+                held.append(f"{count} {name} of {group.name}")
+        if group.free_blocks + group.cached_blocks != group.num_blocks:
+            held.append(f"not all of {group.num_blocks} blocks of {group.name}")
+    return ", ".join(held)

@@ -1,0 +1,181 @@
+"""What the workers of a world are told: leases, plans under way, and what each row must be doing.
+
+Plans must come in steps without gaps, at most `depth` under way, for a lease that is not over, with rows that continue
+exactly what their client saw. Whether blocks hold what a plan believes is the fake worker's to say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from kilburn.controller.core.events import Arrived, Submit
+from kilburn.controller.simulate.scenario import Scenario
+from kilburn.shared.layout import blocks_for
+from kilburn.shared.messages import Admit, Hello, StepPlan, StepResult
+from kilburn.shared.sampling import Draws
+from kilburn.shared.types import FinishReason, LawBroken
+
+
+class WorldBroken(LawBroken):
+    """The core did what no event justifies. `requests` are those whose story tells why."""
+
+    def __init__(self, law: str, *requests: int) -> None:
+        super().__init__(law)
+        self.requests = frozenset(requests)
+
+
+def demand(holds: bool, law: str, *requests: int) -> None:
+    if not holds:
+        raise WorldBroken(law, *requests)
+
+
+class Told(Protocol):
+    """What a client has been told of its request."""
+
+    submit: Submit
+    emitted: list[list[int]]
+    ended: list[FinishReason | None]
+    is_cancelled: bool
+
+    @property
+    def is_live(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class RowView:
+    """What a row must be doing, from the plans sent to it."""
+
+    request_id: int
+    told: Told
+    indices: tuple[int, ...]  # several until the fork
+    num_computed: int
+    num_known: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan under way: for each advance whose it is and the position it draws, if it draws."""
+
+    step: int
+    advances: list[tuple[RowView, int | None]]
+
+
+@dataclass(slots=True)
+class LeaseView:
+    lease: int
+    peer: bytes
+    hello: Hello
+    next_step: int = 1
+    flights: list[Flight] = field(default_factory=list)
+    rows: dict[int, RowView] = field(default_factory=dict)
+    is_draining: bool = False
+    heard_s: float = 0.0
+
+
+class Leases:
+    """Every lease that is not over."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.views: dict[int, LeaseView] = {}
+        self.hellos: dict[bytes, Hello] = {}
+        self.drawn: set[tuple[int, int, int]] = set()  # (request, index, position) whose result is in
+        self.accepted_now: set[tuple[int, int]] = set()  # (lease, step) of results that came in this turn
+
+    # --- what they say
+
+    def heard(self, event: Arrived, now: float) -> None:
+        for view in self.views.values():
+            if view.peer == event.peer and getattr(event.message, "lease", view.lease) == view.lease:
+                view.heard_s = now
+
+    def end(self, peer: bytes) -> None:
+        for lease in [view.lease for view in self.views.values() if view.peer == peer]:
+            del self.views[lease]
+
+    def returned(self, result: StepResult) -> set[int]:
+        """A result is in. Returns the requests of which a row failed."""
+        view = self.views.get(result.lease)
+        if view is None or not view.flights or view.flights[0].step != result.step:
+            return set()  # stale, or doubled: it proves nothing
+        flight = view.flights.pop(0)
+        self.accepted_now.add((result.lease, result.step))
+        for i, (row, position) in enumerate(flight.advances):
+            if result.num_tokens[i] and position is not None:
+                self.drawn.update((row.request_id, index, position) for index in row.indices)
+        return {flight.advances[i][0].request_id for i in result.failed}
+
+    # --- what they are told
+
+    def welcomed(self, peer: bytes, lease: int, now: float) -> None:
+        if lease in self.views or peer not in self.hellos:
+            raise WorldBroken(f"lease {lease} for {peer!r} begins twice, or without a Hello")
+        self.views[lease] = LeaseView(lease, peer, self.hellos[peer], heard_s=now)
+
+    def planned(self, peer: bytes, plan: StepPlan, requests: Mapping[int, Told]) -> None:
+        view = self.views.get(plan.lease)
+        if view is None or view.peer != peer:
+            raise WorldBroken(f"a plan for lease {plan.lease} of {peer!r}, which is over")
+        demand(not view.is_draining, f"a plan after Drain for lease {plan.lease}")
+        demand(plan.step == view.next_step, f"plan {plan.lease}.{plan.step}, expected step {view.next_step}")
+        demand(bool(plan.rows), "a plan without work")
+        demand(sum(plan.counts) <= self.scenario.max_step_tokens, f"{sum(plan.counts)} positions in one plan")
+        view.next_step += 1
+        for admit in plan.admits:
+            view.rows[admit.row] = self._admitted(view, admit, requests)
+        grown = dict.fromkeys(range(len(plan.rows)), 0)
+        for at in plan.grown_at:
+            grown[at] += 1
+        advances = [
+            self._advanced(view, row, count, grown[i])
+            for i, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True))
+        ]
+        view.flights.append(Flight(plan.step, advances))
+        demand(len(view.flights) <= self.scenario.depth, f"{len(view.flights)} plans under way")
+
+    def _admitted(self, view: LeaseView, admit: Admit, requests: Mapping[int, Told]) -> RowView:
+        rid = admit.sampling.seed >> 32
+        case, choose = requests.get(rid), admit.sampling.choose
+        if case is None:
+            raise WorldBroken(f"a row for request {rid}, which nobody made")
+        if not isinstance(choose, Draws):
+            raise WorldBroken("a row that returns candidates, though nobody asked for beams", rid)
+        submit, index = case.submit, choose.first_stream
+        demand(replace(admit.sampling, choose=submit.sampling.choose) == submit.sampling, "another sampling", rid)
+        demand(admit.num_prompt == len(submit.prompt), f"a prompt of {admit.num_prompt} tokens", rid)
+        demand(case.is_live, "a row for a request that has ended", rid)
+        if choose.count > 1:
+            indices = tuple(range(submit.n))
+            demand(choose == Draws(0, submit.n) and not any(case.emitted), f"{choose} after the fork", rid)
+        else:
+            indices = (index,)
+            demand(index < submit.n and case.ended[index] is None, f"a row for index {index}, which has ended", rid)
+            demand(submit.n == 1 or bool(case.emitted[index]), "a sample of its own before the fork", rid)
+        tokens = [*submit.prompt, *case.emitted[index]]
+        demand(list(admit.tokens) == tokens[admit.start :], "a row's tokens are those that the client saw", rid)
+        earlier = [n for n, other in view.rows.items() if (other.request_id, other.indices) == (rid, indices)]
+        for number in earlier:
+            del view.rows[number]
+        return RowView(rid, case, indices, admit.start, len(tokens), len(admit.blocks))
+
+    def _advanced(self, view: LeaseView, number: int, count: int, num_grown: int) -> tuple[RowView, int | None]:
+        row = view.rows.get(number)
+        if row is None:
+            raise WorldBroken(f"row {number} of lease {view.lease} advances without a life")
+        rid = row.request_id
+        case = row.told
+        demand(not case.is_cancelled, "work for a cancelled request", rid)
+        demand(any(case.ended[i] is None for i in row.indices), f"work for index {row.indices}, which has ended", rid)
+        row.num_computed += count
+        row.num_blocks += num_grown
+        limit = len(case.submit.prompt) + case.submit.max_tokens - 1
+        demand(row.num_computed <= limit, f"position {row.num_computed - 1} is planned, the limit is {limit}", rid)
+        demand(row.num_computed <= row.num_known, f"{row.num_computed} positions of {row.num_known} known tokens", rid)
+        needed = blocks_for(row.num_computed, view.hello.layout.block_size)
+        most = blocks_for(row.num_known, view.hello.layout.block_size)
+        demand(needed <= row.num_blocks <= most, f"a table of {row.num_blocks} blocks, not {needed} to {most}", rid)
+        if row.num_computed < row.num_known:
+            return row, None
+        row.num_known += 1
+        return row, row.num_known - 1

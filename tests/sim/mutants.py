@@ -1,0 +1,340 @@
+"""One-line sabotages of the core that the world must kill.
+
+Each names the rule that it breaks. `edits` are (file, exact old text, new text); the old text must occur exactly once,
+so that a mutant cannot rot when the core moves on. Most need one edit; a few break a rule that is defended twice, and
+so need two. Equivalents (another order of eviction, say) do not belong here.
+
+    python tests/sim/mutants.py            the table of kills
+    python tests/sim/mutants.py NAME       one of them
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import kilburn.controller.core as core
+
+HERE = Path(__file__).parent
+CORE = Path(next(iter(core.__path__)))
+NUM_SEEDS = 3_000
+LIMIT_S = 120.0  # for one mutant
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    mutant: str
+    num_worlds: int | None  # worlds needed; 0: a table of laws did it; None: it survived
+    by: str
+
+
+def one(name: str, file: str, old: str, new: str) -> Mutant:
+    return Mutant(name, ((file, old, new),))
+
+
+MUTANTS = [
+    # --- memory
+    one(
+        "no copy-on-write",
+        "scheduler.py",
+        "if not is_full and self.pool.is_writable(table.blocks[at]):",
+        "if not is_full:",
+    ),
+    one(
+        "writable means no name only",
+        "block_pool.py",
+        "return self._refs[block] == 1 and block not in self._names",
+        "return block not in self._names",
+    ),
+    one(
+        "writable means one owner only",
+        "block_pool.py",
+        "return self._refs[block] == 1 and block not in self._names",
+        "return self._refs[block] == 1",
+    ),
+    one("two moves into one block", "block_pool.py", "block = self._free.popleft()", "block = self._free[0]"),
+    one(
+        "an evicted block keeps its name",
+        "block_pool.py",
+        "            self._forget(block)\n            self.num_evictions += 1",
+        "            self.num_evictions += 1",
+    ),
+    one(
+        "a shared block is freed by its first owner",
+        "block_pool.py",
+        "            if refs > 1:\n                continue",
+        "            if refs > 9:\n                continue",
+    ),
+    one(
+        "a hit leaves its block in the cache",
+        "block_pool.py",
+        "            del self._cached[block]\n            self._num_owned",
+        "            self._num_owned",
+    ),
+    one(
+        "cached hits are not counted as taken",
+        "policy.py",
+        "return sum(self.taken) + len(revived)",
+        "return sum(self.taken)",
+    ),
+    one("a copy drops its destination", "block_table.py", "self.pool.drop([source])", "self.pool.drop([destination])"),
+    # --- prefixes
+    Mutant(
+        "digest without parent",
+        (
+            ("prefix_index.py", "self._hasher.digest(parent, tokens", "self._hasher.digest(ROOT, tokens"),
+            ("prefix_index.py", "or name.parent != (chain[i - 1] if i else ROOT)", ""),
+        ),
+    ),
+    one("digest without salt", "prefix_index.py", 'b"" if i else salt', 'b""'),
+    one(
+        "a hit covers the newest token",
+        "prefix_index.py",
+        "range((len(tokens) - 1) // size)",
+        "range(len(tokens) // size)",
+    ),
+    one(
+        "published one block early",
+        "scheduler.py",
+        "full = sequence.own_table.blocks[: computed // size]",
+        "full = sequence.own_table.blocks[: min(computed // size + 1, len(sequence.tokens) // size)]",
+    ),
+    one(
+        "published before it is computed",
+        "scheduler.py",
+        "full = sequence.own_table.blocks[: computed // size]",
+        "full = sequence.own_table.blocks[: len(sequence.tokens) // size]",
+    ),
+    Mutant(
+        "a failed row's names are kept",
+        (
+            (
+                "scheduler.py",
+                "                        self.pool.withdraw(block)\n            if sequence.epoch",
+                "                        pass\n            if sequence.epoch",
+            ),
+            (
+                "scheduler.py",
+                "                self.pool.withdraw(block)\n        self.line.fail(",
+                "                pass\n        self.line.fail(",
+            ),
+        ),
+    ),
+    # --- lives
+    one("the epoch is ignored", "scheduler.py", "if sequence.epoch != flight.epochs[i]:", "if False:"),
+    one(
+        "work in flight survives the end",
+        "sequence.py",
+        "        if self.state is State.RUNNING:\n            self.epoch += 1",
+        "        if self.state is State.RUNNING and to is not State.FINISHED:\n            self.epoch += 1",
+    ),
+    one(
+        "work in flight survives preemption",
+        "sequence.py",
+        "        if self.state is State.RUNNING:\n            self.epoch += 1",
+        "        if self.state is State.RUNNING and to is not State.WAITING:\n            self.epoch += 1",
+    ),
+    one(
+        "preemption keeps progress",
+        "sequence.py",
+        "        self.num_computed = self.num_planned = self.plan_end = 0\n        self.is_fresh = False",
+        "        self.is_fresh = False",
+    ),
+    Mutant(
+        "admitted anew while in flight",
+        (
+            (
+                "scheduler.py",
+                "        if sequence.num_planned != sequence.num_computed:\n"
+                '            raise LawBroken(f"{sequence} admitted anew',
+                '        if False:\n            raise LawBroken(f"{sequence} admitted anew',
+            ),
+            (
+                "scheduler.py",
+                "        sequence.is_fresh = False",
+                "        sequence.is_fresh = len(sequence.tokens) % 3 == 0",
+            ),
+        ),
+    ),
+    one(
+        "a row is leaked",
+        "lineup.py",
+        "self.free_rows.append(sequence.leave(State.FINISHED))",
+        "sequence.leave(State.FINISHED)",
+    ),
+    one(
+        "a cancelled group keeps its rows",
+        "lineup.py",
+        "            self.take_off(group, State.FINISHED)",
+        "            self.running.remove(group)",
+    ),
+    one(
+        "generated tokens become the prompt",
+        "scheduler.py",
+        "num_prompt=sequence.num_prompt,",
+        "num_prompt=len(sequence.tokens),",
+    ),
+    one(
+        "history is left out", "scheduler.py", "tuple(sequence.tokens[:start]) if sampling.needs_history else ()", "()"
+    ),
+    # --- forks
+    one("planned past the fork", "scheduler.py", "min(sequence.limit, sequence.num_prompt)", "sequence.limit"),
+    one(
+        "a fork without Admit of the parent",
+        "sequence.py",
+        "        parent.is_fresh = True",
+        "        parent.is_fresh = False",
+    ),
+    one("swapped draws", "scheduler.py", "self._append(child, drawn[i], ", "self._append(child, drawn[-1 - i], "),
+    one("log probabilities of another draw", "scheduler.py", "_entries(logprobs, i)", "_entries(logprobs, 0)"),
+    one(
+        "followers do not wait for their leader",
+        "scheduler.py",
+        "if leader.num_computed < num_common * self.block_size:",
+        "if False:",
+    ),
+    one(
+        "every child draws from the first stream",
+        "sequence.py",
+        "choose=Draws(sequence.index, 1)",
+        "choose=Draws(0, 1)",
+    ),
+    # --- limits
+    Mutant(
+        "the limit is not tested at Submit",
+        (
+            ("engine.py", "if group.live[0].limit <= 0:", "if False:"),
+            (
+                "scheduler.py",
+                "if sequence.num_computed >= sequence.limit:\n                self.line.end",
+                "if sequence.num_computed >= max(sequence.limit, 1):\n                self.line.end",
+            ),
+        ),
+    ),
+    one(
+        "the limit is not tested at admission",
+        "scheduler.py",
+        "if sequence.num_computed >= sequence.limit:\n                self.line.end",
+        "if False:\n                self.line.end",
+    ),
+    one("the limit is not tested at commit", "scheduler.py", "elif computed >= sequence.limit:", "elif False:"),
+    one(
+        "one token too many", "sequence.py", "limit = len(prompt) + max_tokens - 1", "limit = len(prompt) + max_tokens"
+    ),
+    one("the budget is ignored", "scheduler.py", "count = min(count, draft.budget)", "count = max(count, 1)"),
+    one("stop ids are ignored", "scheduler.py", "if token in sequence.stop_ids:", "if False:"),
+    one(
+        "one plan too deep",
+        "engine.py",
+        "while len(scheduler.flights) < self.settings.depth:",
+        "while len(scheduler.flights) <= self.settings.depth:",
+    ),
+    # --- faults that the world once found
+    one(
+        "a refusal for blocks that nobody would write",
+        "policy.py",
+        "if n == 1 or limit <= num_prompt:",
+        "if n == 1:",
+    ),
+    one(
+        "Gone for a lease that its own worker's Hello replaced",
+        "engine.py",
+        "effects, is_told=False)",
+        "effects, is_told=True)",
+    ),
+    # --- failure
+    one("steps are numbered across leases", "scheduler.py", "self._next_step = 1\n", "self._next_step = lease\n"),
+    one(
+        "a stale lease's messages are taken",
+        "engine.py",
+        "if home is None or (lease is not None and lease != home.lease.id):",
+        "if home is None:",
+    ),
+    one("a result's step is not checked", "engine.py", "if result.step != expected:", "if expected is None:"),
+    one(
+        "a late step is waited for for ever",
+        "engine.py",
+        "elif home.scheduler.flights and now >= self._step_deadline(home):",
+        "elif False:",
+    ),
+    one(
+        "kv_lost after the epoch check",
+        "scheduler.py",
+        "self._lose(result.lost, effects)",
+        "self._lose(tuple(x for x in result.lost if flight.sequences[x.index].epoch == flight.epochs[x.index]), "
+        "effects)",
+    ),
+    one("a lost block keeps its name", "scheduler.py", "            self.pool.withdraw(entry.block)\n", ""),
+    one(
+        "others go on with a lost block",
+        "scheduler.py",
+        "                if any(entry.block in sequence.own_table.blocks for sequence in group.live):\n"
+        "                    self.line.preempt",
+        "                if False:\n                    self.line.preempt",
+    ),
+    one(
+        "a lease's end forgets its requests",
+        "engine.py",
+        "            self._homeless.append(_Homeless(group, now))\n\n    # --- what time",
+        "            del self._groups[group.request_id]\n\n    # --- what time",
+    ),
+]
+
+
+def mutated(mutant: Mutant, folder: Path) -> None:
+    """A copy of the core in `folder`, sabotaged."""
+    shutil.copytree(CORE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file, old, new in mutant.edits:
+        path = folder / file
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise ValueError(f"mutant {mutant.name!r}: its old text occurs {text.count(old)} times in {file}")
+        path.write_text(text.replace(old, new))
+
+
+def hunt(mutant: Mutant) -> Kill:
+    """Worlds, one after the other, until one of them fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "core"
+        mutated(mutant, folder)
+        command = [sys.executable, str(HERE / "core_copy.py"), str(folder), str(NUM_SEEDS), str(LIMIT_S)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"mutant {mutant.name!r} could not be tried:\n{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if found is None:
+        return Kill(mutant.name, None, "survived")
+    return Kill(mutant.name, found["seed"] + 1, found["failure"])
+
+
+def table(kills: list[Kill]) -> str:
+    lines = [f"{'mutant':53} {'worlds':>6}  killed by"]
+    for kill in kills:
+        worlds = "-" if kill.num_worlds is None else str(kill.num_worlds)
+        lines.append(f"{kill.mutant:53} {worlds:>6}  {kill.by[:100]}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    wanted = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
+    with ThreadPoolExecutor(2) as pool:
+        kills = []
+        for kill in pool.map(hunt, wanted):
+            kills.append(kill)
+            print(f"\r{len(kills)} of {len(wanted)} ", end="", file=sys.stderr, flush=True)
+    print("\r" + table(kills))
+    return 1 if any(kill.num_worlds is None for kill in kills) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
