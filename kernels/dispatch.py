@@ -1,5 +1,7 @@
 """Which set of kernels a device gets. This is the one place that asks "is this CUDA?"."""
 
+from importlib.util import find_spec
+
 import torch
 
 from kilburn.kernels import reference
@@ -10,4 +12,9 @@ __all__ = ["Batch", "Kernels", "Rope", "Shapes", "kernels_for"]
 
 def kernels_for(device: torch.device) -> Kernels:
     """The fastest set that runs on `device`."""
+    if device.type == "cpu" and find_spec("numba") and find_spec("llvmlite"):
+        from kilburn.kernels.cpu.kernels import CpuKernels
+        from kilburn.kernels.cpu.team import torch_openmp
+
+        return CpuKernels(torch_openmp())
     return reference

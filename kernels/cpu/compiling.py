@@ -1,0 +1,40 @@
+"""From a kernel's Python source to an object file. Needs numba, which whoever loads a finished object does not.
+
+numba makes LLVM code of the function; an entry `void kernel(int64 *arguments)` is laid on top, and LLVM compiles both
+for the processor at hand. What is left refers to nothing but the C library.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba import njit
+
+from kilburn.kernels.cpu import attention, rows, simd, writing
+
+KERNELS = {
+    "survey": lambda _kind: attention.survey.py_func,
+    "attention": attention.kernel,
+    "kv_write": writing.kv_write_kernel,
+    "rms_norm": rows.rms_norm_kernel,
+    "silu_mul": rows.silu_mul_kernel,
+    "move_blocks": writing.move_blocks_kernel,
+}
+
+
+def object_code(name: str, kind: int, machine: llvm.TargetMachine) -> bytes:
+    """The object file of a kernel, whose function is called `kernel`."""
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+    function = njit(fastmath=simd.FAST, **options)(KERNELS[name](kind))
+    signature = (simd.INT64S,)
+    function.compile(signature)
+    inner = function.overloads[signature].fndesc.llvm_func_name
+    entry = f"""
+        define void @kernel(ptr %arguments) {{
+            %result = alloca ptr
+            %raised = alloca ptr
+            %status = call i32 @{inner}(ptr %result, ptr %raised, ptr %arguments)
+            ret void
+        }}"""
+    module = llvm.parse_assembly(function.inspect_llvm(signature) + entry)
+    module.verify()
+    return machine.emit_object(module)

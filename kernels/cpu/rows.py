@@ -1,0 +1,83 @@
+"""Norms and the activation on the CPU: one pass over each row while it is in the nearest cache.
+
+A thread takes R_GRAIN rows at a time. Sums run in float32; each element is rounded to its type once, when it is stored.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from kilburn.kernels.cpu.arguments import (
+    R_EPS,
+    R_GRAIN,
+    R_NUM_ROWS,
+    R_OUT,
+    R_RESIDUAL,
+    R_RESIDUAL_STEP,
+    R_WEIGHT,
+    R_WIDTH,
+    R_X,
+    R_X_STEP,
+    TAKEN,
+)
+from kilburn.kernels.cpu.simd import ELEMENT_BYTES, FAST, exp2, fetch_add, load_one, number, store_one
+
+LOG2_E = np.float32(math.log2(math.e))
+
+
+def rms_norm_kernel(kind: int) -> Any:
+    """rms_norm, and add_rms_norm where there is a residual."""
+    element_bytes = ELEMENT_BYTES[kind]
+
+    @njit(fastmath=FAST)
+    def one_row(a, row):
+        width = a[R_WIDTH]
+        x, out = a[R_X] + row * a[R_X_STEP], a[R_OUT] + row * width * element_bytes
+        if a[R_RESIDUAL] != 0:
+            residual = a[R_RESIDUAL] + row * a[R_RESIDUAL_STEP]
+            for i in range(width):
+                store_one(residual, i, load_one(residual, i, kind) + load_one(x, i, kind), kind)
+            x = residual
+        total = np.float32(0)
+        for i in range(width):
+            value = load_one(x, i, kind)
+            total += value * value
+        mean = total / np.float32(width) + np.float32(number(a, R_EPS))
+        scale = np.float32(1) / np.float32(math.sqrt(mean))
+        for i in range(width):
+            store_one(out, i, load_one(x, i, kind) * scale * load_one(a[R_WEIGHT], i, kind), kind)
+
+    def rms_norm(a):
+        while True:
+            start = fetch_add(a, TAKEN, a[R_GRAIN])
+            if start >= a[R_NUM_ROWS]:
+                return
+            for row in range(start, min(start + a[R_GRAIN], a[R_NUM_ROWS])):
+                one_row(a, row)
+
+    return rms_norm
+
+
+def silu_mul_kernel(kind: int) -> Any:
+    element_bytes = ELEMENT_BYTES[kind]
+
+    @njit(fastmath=FAST)
+    def one_row(a, row):
+        width = a[R_WIDTH]
+        gates, out = a[R_X] + row * a[R_X_STEP], a[R_OUT] + row * width * element_bytes
+        ups = gates + width * element_bytes
+        for i in range(width):
+            gate, up = load_one(gates, i, kind), load_one(ups, i, kind)
+            store_one(out, i, gate / (np.float32(1) + exp2(-gate * LOG2_E)) * up, kind)
+
+    def silu_mul(a):
+        while True:
+            start = fetch_add(a, TAKEN, a[R_GRAIN])
+            if start >= a[R_NUM_ROWS]:
+                return
+            for row in range(start, min(start + a[R_GRAIN], a[R_NUM_ROWS])):
+                one_row(a, row)
+
+    return silu_mul
