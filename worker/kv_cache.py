@@ -11,6 +11,9 @@ never read, as the kernels mask everything beyond a sequence's context.
 What this file does not know: who owns a block. A plan that names a block that does not exist is refused.
 """
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,9 +45,13 @@ class KVCache:
         self._kernels = kernels
         dtype = getattr(torch, layout.dtype)
         shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self.pool = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
-        # Pinned, so that the copies of a device with memory of its own need no staging.
-        self.host_pool = torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=has_own_memory(device))
+        if has_own_memory(device):
+            self.pool = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
+            # Pinned, so that copies need no staging.
+            self.host_pool = torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=True)
+        else:
+            self.pool = _untouched((num_blocks, *shape), dtype)
+            self.host_pool = _untouched((num_host_blocks, *shape), dtype)
 
     def move(self, swaps_out: Pairs, copies: Pairs, swaps_in: Pairs) -> None:
         """A plan's moves, in their order. Raises PlanBroken before anything has moved."""
@@ -58,6 +65,18 @@ class KVCache:
             self._kernels.copy_blocks(self.pool, copy.to(self.pool.device))
         if back is not None:
             self._kernels.swap_blocks(self.host_pool, self.pool, back)
+
+
+def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in the host's memory, of which a page costs nothing until something is written to it."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes)  # the tensor keeps it
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _checked(pairs: Pairs, what: str, num_sources: int, num_destinations: int) -> Tensor | None:
