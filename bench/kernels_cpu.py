@@ -1,10 +1,10 @@
 """The CPU kernels against what the machine can do, and against the other ways of writing them.
 
-`python bench/kernels_cpu.py [--threads 2] [--rounds 8] [--head-dim 64 --groups 3 --kv-heads 3 --layers 30]`
+`python bench/kernels_cpu.py [--threads 2] [--rounds 8] [--head-dim 64 --group 3 --kv-heads 3 --layers 30]`
 
-    decode    attention of 16 sequences of 1,024 tokens in all layers (755 MB of KV in scattered blocks, so that caches do
-              not help), as GB/s; beside it, in the same rounds, a plain read of the same memory by the same threads
-    prefill   attention of one prompt of 1,024 tokens over scattered blocks; beside it torch's SDPA on contiguous tensors
+    decode    attention of 16 sequences of 1,024 tokens in all layers (755 MB of KV in scattered blocks, so that caches
+              do not help), as GB/s; beside it, in the same rounds, a plain read of the same memory by the same threads
+    prefill   attention of one prompt of 1,024 tokens over scattered blocks; beside it SDPA on contiguous tensors
     calls     what each kernel costs at batch 1, where it is overhead that counts
 
 Rounds alternate between the ways, the best round of each is shown, and with it the median ratio of the rounds: on a

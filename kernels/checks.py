@@ -16,36 +16,46 @@ def check_rows(what: str, x: Tensor, width: int) -> None:
         raise ValueError(f"{what} {said(x)}: want [T, {width}], each row contiguous")
 
 
-def check_heads(what: str, x: Tensor, shape: tuple[int, int, int]) -> None:
-    if x.shape != shape or (x.stride(2) != 1 and shape[2] > 1):
-        raise ValueError(f"{what} {said(x)}: want {list(shape)}, each head contiguous")
+def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+    check_rows("x", x, x.shape[-1])
+    if weight.shape != x.shape[1:] or not weight.is_contiguous():
+        raise ValueError(f"weight {said(weight)}: want {list(x.shape[1:])}, contiguous, as x is {said(x)}")
+    if residual is not None:
+        check_rows("residual", residual, x.shape[1])
+        if residual.shape != x.shape:
+            raise ValueError(f"residual {said(residual)}: want the shape of x {said(x)}")
+
+
+def check_heads(what: str, x: Tensor, like: Tensor, num_heads: int) -> None:
+    """x [T, num_heads, D], with T, D and dtype of `like`."""
+    shape = (like.shape[0], num_heads, like.shape[2])
+    if x.shape != shape or x.dtype != like.dtype or (x.stride(2) != 1 and shape[2] > 1):
+        raise ValueError(f"{what} {said(x)}: want {list(shape)} of {like.dtype}, each head contiguous")
 
 
 def check_cache(kv: Tensor, q: Tensor) -> None:
     """kv is one layer of a pool: [num_blocks, 2, Hkv, bs, D], each head's piece of a block contiguous."""
-    if kv.dim() != 5 or kv.shape[1] != 2 or kv.shape[4] != q.shape[-1]:
-        raise ValueError(f"kv {said(kv)}: want [num_blocks, 2, Hkv, block_size, {q.shape[-1]}], as q is {said(q)}")
-    if kv.stride(4) != 1 or kv.stride(3) != kv.shape[4]:
+    if q.dim() != 3:
+        raise ValueError(f"q {said(q)}: want [T, Hq, D]")
+    if kv.dim() != 5 or kv.shape[1] != 2 or kv.shape[4] != q.shape[2] or not kv.numel():
+        want = f"[num_blocks, 2, Hkv, block_size, {q.shape[2]}], none of them 0, as q is {said(q)}"
+        raise ValueError(f"kv {said(kv)}: want {want}")
+    if (kv.stride(4) != 1 and kv.shape[4] > 1) or (kv.stride(3) != kv.shape[4] and kv.shape[3] > 1):
         raise ValueError(f"kv {said(kv)}: want the last two dimensions contiguous")
     if q.shape[1] % kv.shape[2]:
         raise ValueError(f"q {said(q)}: want a multiple of the {kv.shape[2]} heads of kv {said(kv)}")
+    check_heads("q", q, q, q.shape[1])
 
 
-def check_tokens(batch: Batch, num_tokens: int) -> None:
+def check_write(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
+    check_cache(kv, q)
+    check_heads("k", k, q, kv.shape[2])
+    check_heads("v", v, q, kv.shape[2])
     for what, tensor in (("positions", batch.positions), ("slots", batch.slots)):
-        if tensor.shape != (num_tokens,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-            raise ValueError(f"batch.{what} {said(tensor)}: want int64 [{num_tokens}], contiguous")
-
-
-def check_sequences(batch: Batch) -> None:
-    num_seqs = batch.context_len.shape[0]
-    for what, tensor, shape in (
-        ("query_start", batch.query_start, (num_seqs + 1,)),
-        ("context_len", batch.context_len, (num_seqs,)),
-        ("tables", batch.tables, (num_seqs, batch.tables.shape[-1])),
-    ):
-        if tensor.shape != shape or tensor.dtype != torch.int32 or (tensor.numel() and tensor.stride(-1) != 1):
-            raise ValueError(f"batch.{what} {said(tensor)}: want int32 {list(shape)}, each row contiguous")
+        if tensor.shape != q.shape[:1] or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            raise ValueError(f"batch.{what} {said(tensor)}: want int64 [{q.shape[0]}], contiguous")
+    if rope is not None:
+        check_rope(rope, q.shape[2])
 
 
 def check_rope(rope: Rope, head_dim: int) -> None:
@@ -56,20 +66,36 @@ def check_rope(rope: Rope, head_dim: int) -> None:
         raise ValueError(f"rope.cos_sin {said(table)}: want an even rotary_dim, {head_dim} or less")
 
 
-def check_options(window: int | None, soft_cap: float | None, sinks: Tensor | None, num_heads: int) -> None:
+def check_attention(
+    q: Tensor, kv: Tensor, out: Tensor, batch: Batch, window: int | None, soft_cap: float | None
+) -> None:
+    check_cache(kv, q)
+    check_heads("out", out, q, q.shape[1])
+    num_seqs = batch.context_len.shape[0]
+    for what, tensor, shape in (
+        ("query_start", batch.query_start, (num_seqs + 1,)),
+        ("context_len", batch.context_len, (num_seqs,)),
+        ("tables", batch.tables, (num_seqs, batch.tables.shape[-1])),
+    ):
+        contiguous = tensor.numel() < 2 or tensor.shape[-1] < 2 or tensor.stride(-1) == 1
+        if tensor.shape != shape or tensor.dtype != torch.int32 or not contiguous:
+            raise ValueError(f"batch.{what} {said(tensor)}: want int32 {list(shape)}, each row contiguous")
     if window is not None and window < 1:
         raise ValueError(f"window {window}: want 1 or more, or None")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap {soft_cap}: want a number above 0, or None")
-    if sinks is not None and sinks.shape != (num_heads,):
+
+
+def check_sinks(sinks: Tensor, num_heads: int) -> None:
+    if sinks.shape != (num_heads,):
         raise ValueError(f"sinks {said(sinks)}: want [{num_heads}]")
 
 
 def check_pools(source: Tensor, destination: Tensor) -> None:
     """Pools of like blocks, each block contiguous."""
     for what, pool in (("source pool", source), ("destination pool", destination)):
-        if not pool[:1].is_contiguous():
-            raise ValueError(f"{what} {said(pool)}: want each block contiguous")
+        if pool.dim() < 1 or not pool[:1].is_contiguous():
+            raise ValueError(f"{what} {said(pool)}: want [num_blocks, ...], each block contiguous")
     if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
         raise ValueError(f"destination pool {said(destination)}: want blocks like the source's {said(source)}")
 
@@ -81,6 +107,5 @@ def check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:
         return
     lowest, (source, destination) = int(pairs.min()), pairs.amax(dim=0).tolist()
     if lowest < 0 or source >= num_sources or destination >= num_destinations:
-        raise ValueError(
-            f"pairs: up to ({source}, {destination}), from {lowest}, of {num_sources, num_destinations} blocks"
-        )
+        of = f"{num_sources} and {num_destinations} blocks"
+        raise ValueError(f"pairs: {lowest} to ({source}, {destination}) is out of bounds of {of}")

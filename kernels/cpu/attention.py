@@ -2,7 +2,7 @@
 
     a unit of work: one sequence, and up to 96 rows (KV heads x query positions x the query heads of a KV head)
 
-         keys ->     tile 0      tile 1      tile 2          a tile is 64 positions, wherever their blocks lie
+         keys ->     tile 0      tile 1      tile 2          a tile is 64 positions (or 16), wherever their blocks lie
       rows        +-----------+-----------+-----------+
        |   (0,h0) | x x x x x | x         |           |      1. scores = rows x keys, from where the blocks are
        v   (0,h1) | x x x x x | x         |           |      2. cap, mask, running softmax: scores become weights
@@ -10,11 +10,11 @@
            (1,h1) | x x x x x | x x       |           |
                   +-----------+-----------+-----------+
 
-Nothing is copied: a tile is a list of 64 row addresses, and so one code serves any block size. Of a few rows (decode) a
-unit takes all KV heads, since a block's heads are neighbours in memory, and the neighbour that was not yet read is read
-far faster than a place that was never near; while one piece is computed the next one is asked for.
+Nothing is copied: a tile is a list of row addresses, and so one code serves any block size. A unit of a few rows
+(decode) takes all KV heads, and tiles of 16: a block's heads are neighbours in memory, and a near read costs half of a
+far one. While keys are scored their values are asked for, and while values are added the keys that come next.
 
-Rows that fit one unit may still have a long context, and so such a unit is cut at every multiple of 128 positions. The
+Rows that fit one unit may still have a long context, and so such a unit is cut at every multiple of 256 positions. The
 pieces leave sums, tops and totals in scratch, and the last one to finish adds them up in order of position: where the
 cuts are depends on the sequence alone, and so its result depends neither on its neighbours nor on the threads.
 
@@ -35,6 +35,7 @@ from kilburn.kernels.cpu.arguments import (
     CONTEXT,
     CUT,
     FAULT,
+    FEW_ROWS,
     GROUP,
     HEAD_DIM,
     HEAD_STEP,
@@ -56,10 +57,13 @@ from kilburn.kernels.cpu.arguments import (
     Q_HEAD,
     Q_TOKEN,
     QUERY_START,
+    ROWS_END,
+    ROWS_START,
     SCALE,
     SCRATCH,
     SCRATCH_STEP,
     SINKS,
+    SMALL_TILE,
     TABLE_STEP,
     TABLES,
     TAKEN,
@@ -85,6 +89,7 @@ from kilburn.kernels.cpu.simd import (
     prefetch,
     row_max,
     store_one,
+    tanh,
 )
 
 LOG2_E = math.log2(math.e)
@@ -94,9 +99,9 @@ HIDDEN = np.float32(-1e30)  # finite: the difference of two hidden scores must n
 # fmt: off
 (
     SEQ, HEAD, NUM_HEADS, FIRST_QUERY, NUM_QUERIES, NUM_ROWS, FIRST_POSITION, START, END,
-    PIECE, NUM_PIECES, CUT_ROW, ARRIVAL,
+    TILE_SIZE, PIECE, NUM_PIECES, CUT_ROW, ARRIVAL,
     U_Q, U_SCORES, U_SUMS, U_TOPS, U_TOTALS, U_ROWS, U_NEXT_ROWS, STEP,  # STEP: bytes of a row of q and of sums
-) = range(21)
+) = range(22)
 # fmt: on
 UNIT_WORDS = 32
 
@@ -145,6 +150,7 @@ def survey(a):
         ):
             a[FAULT] = 1 + seq
     a[NUM_UNITS], a[NUM_VALUES], a[NUM_CUT_ROWS], a[NUM_ARRIVALS] = units, values, cut_rows, arrivals
+    a[ROWS_START], a[ROWS_END] = np.int64(int32s(a[QUERY_START])[0]), np.int64(int32s(a[QUERY_START])[a[NUM_SEQS]])
 
 
 @njit
@@ -169,6 +175,7 @@ def _take(a, u, unit, seq, before, cut_row, arrival):
     u[FIRST_QUERY] = np.int64(int32s(a[QUERY_START])[seq]) + query
     u[NUM_QUERIES] = min(per_unit, num_queries - query)
     u[NUM_ROWS] = u[NUM_QUERIES] * a[GROUP]
+    u[TILE_SIZE] = SMALL_TILE if heads * u[NUM_ROWS] <= FEW_ROWS else TILE
     u[FIRST_POSITION] = np.int64(int32s(a[CONTEXT])[seq]) - num_queries + query
     u[START] = max(u[FIRST_POSITION] - a[WINDOW] + 1, 0)
     u[END] = max(u[FIRST_POSITION] + u[NUM_QUERIES], 0)
@@ -199,7 +206,7 @@ def _find_rows(a, u, start, row_bytes):
     A tile that is not full ends, up to a multiple of 8, with its own first row, whose scores will be hidden.
     """
     rows, table = int64s(u[U_NEXT_ROWS]), int32s(a[TABLES] + u[SEQ] * a[TABLE_STEP])
-    count = max(min(u[END] - start, TILE), 0)
+    count = max(min(u[END] - start, u[TILE_SIZE]), 0)
     index, offset, done = start // a[BLOCK_SIZE], start % a[BLOCK_SIZE], 0
     while done < count:
         block = np.int64(table[index])
@@ -240,8 +247,8 @@ def _softmax(a, u, first_row, start, count):
         score = u[U_SCORES] + row * (4 * TILE)
         at = floats(score)
         if cap > np.float32(0):
-            for column in range(columns):  # cap * tanh(x), of x as 2 log2(e) x
-                at[column] = cap - np.float32(2) * cap / (np.float32(1) + exp2(at[column]))
+            for column in range(columns):
+                at[column] = cap * tanh(at[column])
         position = u[FIRST_POSITION] + row // a[GROUP]
         for column in range(min(max(position - a[WINDOW] + 1 - start, 0), columns)):
             at[column] = HIDDEN
@@ -354,18 +361,18 @@ def kernel(kind: int) -> Any:
         """The tiles of a unit, and in each of them its heads."""
         row_bytes = a[HEAD_DIM] * element_bytes
         _find_rows(a, u, u[START], row_bytes)
-        for start in range(u[START], u[END], TILE):
+        for start in range(u[START], u[END], u[TILE_SIZE]):
             u[U_ROWS], u[U_NEXT_ROWS] = u[U_NEXT_ROWS], u[U_ROWS]
-            _find_rows(a, u, start + TILE, row_bytes)
-            count = min(u[END] - start, TILE)
+            _find_rows(a, u, start + u[TILE_SIZE], row_bytes)
+            count = min(u[END] - start, u[TILE_SIZE])
             for head in range(u[NUM_HEADS]):
                 first_row, offset = head * u[NUM_ROWS], head * a[HEAD_STEP]
+                next_rows, next_offset = int64s(u[U_NEXT_ROWS]), 0
+                if head + 1 < u[NUM_HEADS]:
+                    next_rows, next_offset = int64s(u[U_ROWS]), offset + a[HEAD_STEP]
                 score(a, u, first_row, count, offset)
                 _softmax(a, u, first_row, start, count)
-                next_rows, next_offset = u[U_NEXT_ROWS], 0
-                if head + 1 < u[NUM_HEADS]:
-                    next_rows, next_offset = u[U_ROWS], offset + a[HEAD_STEP]
-                add_values(a, u, first_row, count, offset + a[VALUE_STEP], int64s(next_rows), next_offset)
+                add_values(a, u, first_row, count, offset + a[VALUE_STEP], next_rows, next_offset)
 
     @njit(fastmath=FAST)
     def write(a, u):

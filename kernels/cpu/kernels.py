@@ -35,11 +35,9 @@ class CpuKernels:
         self._objects, self._team = Objects(folder), Team(fork)
         self._addresses: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
-        self._attention = Words(words.ATTENTION_WORDS, words.SCALE, words.CAP)
-        self._write, self._moves = Words(words.WRITE_WORDS), Words(words.MOVE_WORDS)
-        self._rows = Words(words.ROWS_WORDS, words.R_EPS)
-        self._scratch, self._pieces = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
-        self._arrivals = torch.zeros(0, dtype=torch.int64)  # the kernel leaves them at zero
+        self._attention, self._write = Words(17, 19, 2), Words(7, 18)
+        self._norm, self._silu, self._moves = Words(4, 6, 1), Words(4, 6, 1), Words(3, 6)
+        self._scratch, self._pieces, self._arrivals = Scratch(), Scratch(), Scratch()  # arrivals are left at zero
 
     @property
     def name(self) -> str:
@@ -69,68 +67,61 @@ class CpuKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in KINDS or not x.dtype == residual.dtype == weight.dtype:
             return reference.add_rms_norm(x, residual, weight, eps)
-        checks.check_rows("residual", residual, x.shape[-1])
-        if x.shape != residual.shape:
-            raise ValueError(f"residual {checks.said(residual)}: want the shape of x {checks.said(x)}")
         return self._normed(x, residual, weight, eps)
 
     def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        num_rows, width = x.shape
-        checks.check_rows("x", x, width)
-        if weight.shape != (width,) or not weight.is_contiguous():
-            raise ValueError(f"weight {checks.said(weight)}: want [{width}], contiguous, as x is {checks.said(x)}")
-        out, size = x.new_empty(num_rows, width), x.element_size()
-        at, step = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0) * size)
+        out, norm = torch.empty(x.shape, dtype=x.dtype), self._norm
+        beside = None if residual is None else (residual.shape, residual.stride())
+        key = (x.dtype, x.shape, x.stride(), beside, weight.shape, weight.stride(), eps)
         with self._lock:
-            self._rows.set(
-                *(num_rows, width, x.data_ptr(), x.stride(0) * size, at, step),
-                *(weight.data_ptr(), out.data_ptr(), eps, _grain(width)),
-            )
-            self._run("rms_norm", KINDS[x.dtype], self._rows, num_rows * width)
+            if key != norm.key:
+                checks.check_norm(x, residual, weight)
+                (num_rows, width), size = x.shape, x.element_size()
+                step = 0 if residual is None else residual.stride(0) * size
+                norm.others(key, num_rows, width, x.stride(0) * size, step, _grain(width), eps)
+            at = 0 if residual is None else residual.data_ptr()
+            norm.begin(x.data_ptr(), at, weight.data_ptr(), out.data_ptr())
+            self._run("rms_norm", KINDS[x.dtype], norm, x.numel())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         if gate_up.dtype not in KINDS:
             return reference.silu_mul(gate_up)
-        num_rows, width, size = gate_up.shape[0], gate_up.shape[-1] // 2, gate_up.element_size()
-        checks.check_rows("gate_up", gate_up, 2 * width)
-        out = gate_up.new_empty(num_rows, width)
+        num_rows, width = gate_up.shape[0], gate_up.shape[-1] // 2
+        key = (gate_up.dtype, gate_up.shape, gate_up.stride())
+        out, silu = torch.empty((num_rows, width), dtype=gate_up.dtype), self._silu
         with self._lock:
-            self._rows.set(
-                *(num_rows, width, gate_up.data_ptr(), gate_up.stride(0) * size, 0, 0),
-                *(0, out.data_ptr(), 0.0, _grain(width)),
-            )
-            self._run("silu_mul", KINDS[gate_up.dtype], self._rows, 2 * num_rows * width)
+            if key != silu.key:
+                checks.check_rows("gate_up", gate_up, 2 * width)
+                silu.others(key, num_rows, width, gate_up.stride(0) * gate_up.element_size(), 0, _grain(width), 0.0)
+            silu.begin(gate_up.data_ptr(), 0, 0, out.data_ptr())
+            self._run("silu_mul", KINDS[gate_up.dtype], silu, gate_up.numel())
         return out
 
     def kv_write(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
         if q.dtype not in KINDS or not q.dtype == k.dtype == v.dtype == kv.dtype:
             reference.kv_write(q, k, v, kv, batch, rope)
             return
-        num_tokens, num_heads, head_dim = q.shape
-        num_slots = _checked_write(q, k, v, kv, batch)
-        table, num_positions, rotary_dim, interleaved = 0, 0, 0, False
+        write, positions, slots = self._write, batch.positions, batch.slots
+        key = (q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), kv.shape, kv.stride())
+        key += (positions.dtype, positions.shape, positions.stride(), slots.dtype, slots.shape, slots.stride())
         if rope is not None:
-            checks.check_rope(rope, head_dim)
-            table, (num_positions, rotary_dim) = rope.cos_sin.data_ptr(), rope.cos_sin.shape
-            interleaved = rope.interleaved
-        size = q.element_size()
-        block_step, value_step, head_step, _, _ = kv.stride()
+            key += (rope.cos_sin.dtype, rope.cos_sin.shape, rope.cos_sin.stride(), rope.interleaved)
         with self._lock:
-            self._write.set(
-                *(num_tokens, num_heads, kv.shape[2], head_dim, kv.shape[3], num_slots),
-                *(q.data_ptr(), q.stride(0) * size, q.stride(1) * size),
-                *(k.data_ptr(), k.stride(0) * size, k.stride(1) * size),
-                *(v.data_ptr(), v.stride(0) * size, v.stride(1) * size),
-                *(kv.data_ptr(), block_step * size, value_step * size, head_step * size),
-                *(batch.positions.data_ptr(), batch.slots.data_ptr()),
-                *(table, num_positions, rotary_dim, interleaved),
+            if key != write.key:
+                checks.check_write(q, k, v, kv, batch, rope)
+                write.others(key, *_write_others(q, k, v, kv, rope))
+            table = 0 if rope is None else rope.cos_sin.data_ptr()
+            write.begin(
+                *(q.data_ptr(), k.data_ptr(), v.data_ptr(), kv.data_ptr()),
+                *(positions.data_ptr(), slots.data_ptr(), table),
             )
-            self._run("kv_write", KINDS[q.dtype], self._write, num_tokens * num_heads * head_dim)
-            fault = self._write[words.FAULT]
+            self._run("kv_write", KINDS[q.dtype], write, q.numel())
+            (fault,) = write.read(words.FAULT, words.FAULT + 1)
         if fault:
-            position, slot = int(batch.positions[fault - 1]), int(batch.slots[fault - 1])
-            where = f"position {position} of {num_positions if rope else 'any'}, slot {slot} of {num_slots}"
+            position, slot = int(positions[fault - 1]), int(slots[fault - 1])
+            num_positions = "any" if rope is None else str(rope.cos_sin.shape[0])
+            where = f"position {position} of {num_positions}, slot {slot} of {kv.shape[0] * kv.shape[3]}"
             raise ValueError(f"batch: token {fault - 1} is out of bounds: {where}")
 
     def paged_attention(
@@ -146,83 +137,103 @@ class CpuKernels:
     ) -> Tensor:
         if q.dtype not in KINDS or kv.dtype != q.dtype:
             return reference.paged_attention(q, kv, batch, scale, window, soft_cap, sinks, out)
-        out = q.new_empty(q.shape) if out is None else out
-        checks.check_heads("q", q, (q.shape[0], q.shape[1], q.shape[2]))
-        checks.check_heads("out", out, (q.shape[0], q.shape[1], q.shape[2]))
-        checks.check_cache(kv, q)
-        checks.check_sequences(batch)
-        checks.check_options(window, soft_cap, sinks, q.shape[1])
-        sinks = None if sinks is None else sinks.float().contiguous()
-        in_base_2 = LOG2_E if soft_cap is None else 2 * LOG2_E / soft_cap
-        size, group = q.element_size(), q.shape[1] // kv.shape[2]
-        block_step, value_step, head_step, _, _ = kv.stride()
+        out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+        start, context, tables, attention = batch.query_start, batch.context_len, batch.tables, self._attention
+        key = (q.dtype, q.shape, q.stride(), kv.shape, kv.stride(), out.dtype, out.shape, out.stride(), scale, window)
+        key += (soft_cap, start.dtype, start.shape, start.stride(), context.dtype, context.shape, context.stride())
+        key += (tables.dtype, tables.shape, tables.stride())
         with self._lock:
-            self._attention.set(
-                *(len(batch.context_len), kv.shape[2], group, kv.shape[3], kv.shape[0], q.shape[2]),
-                *(window or NO_WINDOW, q.shape[0], batch.query_start.data_ptr(), batch.context_len.data_ptr()),
-                *(batch.tables.data_ptr(), 4 * batch.tables.stride(0), batch.tables.shape[1]),
-                *(q.data_ptr(), q.stride(0) * size, q.stride(1) * size),
-                *(out.data_ptr(), out.stride(0) * size, out.stride(1) * size),
-                *(kv.data_ptr(), block_step * size, value_step * size, head_step * size),
-                *(0 if sinks is None else sinks.data_ptr(), scale * in_base_2, (soft_cap or 0.0) * LOG2_E),
-                *(0, 0, 0, 0, 0, 0, 0, 0),
+            if key != attention.key:
+                checks.check_attention(q, kv, out, batch, window, soft_cap)
+                attention.others(key, *_attention_others(q, kv, out, batch, scale, window, soft_cap))
+            if sinks is not None:
+                checks.check_sinks(sinks, q.shape[1])
+                sinks = sinks.float().contiguous()
+            attention.begin(
+                *(start.data_ptr(), context.data_ptr(), tables.data_ptr(), q.data_ptr(), out.data_ptr()),
+                *(kv.data_ptr(), 0 if sinks is None else sinks.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
             )
-            self._attend(KINDS[q.dtype], q.shape[2], group)
-            fault = self._attention[words.FAULT]
+            self._attend(KINDS[q.dtype], q.shape[2], q.shape[1] // kv.shape[2], out)
+            (fault,) = attention.read(words.FAULT, words.FAULT + 1)
         if fault:
-            context, table = int(batch.context_len[fault - 1]), batch.tables[fault - 1].tolist()
-            raise ValueError(f"batch: sequence {fault - 1} is out of bounds: context {context}, blocks {table}")
+            told = f"query rows {start.tolist()} of {q.shape[0]}, context {int(context[fault - 1])}"
+            told += f", blocks {tables[fault - 1].tolist()} of {kv.shape[0]}"
+            raise ValueError(f"batch: sequence {fault - 1} is out of bounds: {told}")
         return out
 
-    def _attend(self, kind: int, head_dim: int, group: int) -> None:
+    def _attend(self, kind: int, head_dim: int, group: int, out: Tensor) -> None:
         """Surveys, gives scratch, runs."""
-        arguments = self._attention
-        self._team.run(self._address("survey", kind), arguments.address, 1)
-        if arguments[words.FAULT]:
+        attention = self._attention
+        self._team.run(self._address("survey", kind), attention.address, 1)
+        fault, *_, num_units, num_values, num_cut_rows, num_arrivals, rows_start, rows_end = attention.read(
+            words.FAULT, words.ROWS_END + 1
+        )
+        if fault:
             return
-        num_units, num_values = arguments[words.NUM_UNITS], arguments[words.NUM_VALUES]
+        if rows_start or rows_end < out.shape[0]:  # rows of no sequence
+            out[:rows_start] = 0
+            out[rows_end:] = 0
         num_threads = min(torch.get_num_threads(), num_units) if num_values >= WORTH_SHARING else 1
-        step = -(-words.scratch_bytes(head_dim, group) // 64) * 64
-        self._scratch = _grown(self._scratch, num_threads * step + 64)
-        self._pieces = _grown(self._pieces, arguments[words.NUM_CUT_ROWS] * words.piece_bytes(head_dim))
-        self._arrivals = _grown(self._arrivals, arguments[words.NUM_ARRIVALS])
-        arguments[words.SCRATCH], arguments[words.SCRATCH_STEP] = -(-self._scratch.data_ptr() // 64) * 64, step
-        arguments[words.PIECES], arguments[words.ARRIVALS] = self._pieces.data_ptr(), self._arrivals.data_ptr()
-        self._team.run(self._address("attention", kind), arguments.address, num_threads)
+        step = words.scratch_bytes(head_dim, group)
+        scratch, arrivals = self._scratch.address(max(num_threads, 1) * step), self._arrivals.address(8 * num_arrivals)
+        pieces = self._pieces.address(num_cut_rows * words.piece_bytes(head_dim))
+        attention.write(words.SCRATCH, scratch, step, pieces, arrivals)
+        self._team.run(self._address("attention", kind), attention.address, num_threads)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         self.swap_blocks(pool, pool, pairs)
 
     def swap_blocks(self, source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) -> None:
-        checks.check_pairs(pairs, source_pool.shape[0], destination_pool.shape[0])
         checks.check_pools(source_pool, destination_pool)
-        pairs, num_blocks, size = pairs.contiguous(), len(pairs), source_pool.element_size()
-        block_bytes = source_pool[:1].numel() * size
+        checks.check_pairs(pairs, source_pool.shape[0], destination_pool.shape[0])
+        pairs, size = pairs.contiguous(), source_pool.element_size()
+        block_bytes = source_pool[0].numel() * size if len(pairs) else 0
         per_block = -(-block_bytes // MOVE_BYTES)
         with self._lock:
-            self._moves.set(
-                *(num_blocks * per_block, MOVE_BYTES, per_block, block_bytes, pairs.data_ptr()),
-                *(source_pool.data_ptr(), source_pool.stride(0) * size),
-                *(destination_pool.data_ptr(), destination_pool.stride(0) * size),
+            self._moves.others(
+                *((), len(pairs) * per_block, MOVE_BYTES, per_block, block_bytes),
+                *(source_pool.stride(0) * size, destination_pool.stride(0) * size),
             )
-            self._run("move_blocks", 0, self._moves, num_blocks * block_bytes)
+            self._moves.begin(pairs.data_ptr(), source_pool.data_ptr(), destination_pool.data_ptr())
+            self._run("move_blocks", 0, self._moves, len(pairs) * block_bytes)
 
 
-def _checked_write(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> int:
-    """Slots of the cache."""
-    num_tokens, _, head_dim = q.shape
-    checks.check_cache(kv, q)
-    for what, tensor, heads in (("q", q, q.shape[1]), ("k", k, kv.shape[2]), ("v", v, kv.shape[2])):
-        checks.check_heads(what, tensor, (num_tokens, heads, head_dim))
-    checks.check_tokens(batch, num_tokens)
-    return kv.shape[0] * kv.shape[3]
+class Scratch:
+    """Memory that is kept, grows, and begins at a cache line; zeros when it is new."""
+
+    def __init__(self) -> None:
+        self._num_bytes, self._address, self._held = -1, 0, torch.empty(0)
+
+    def address(self, num_bytes: int) -> int:
+        if num_bytes > self._num_bytes:
+            self._num_bytes = 2 * num_bytes
+            self._held = torch.zeros(self._num_bytes + 64, dtype=torch.uint8)
+            self._address = -(-self._held.data_ptr() // 64) * 64
+        return self._address
+
+
+def _write_others(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, rope: Rope | None) -> tuple[int, ...]:
+    size, (num_tokens, num_heads, head_dim) = q.element_size(), q.shape
+    num_blocks, _, num_kv_heads, block_size, _ = kv.shape
+    steps = [x.stride(i) * size for x in (q, k, v) for i in (0, 1)] + [kv.stride(i) * size for i in (0, 1, 2)]
+    turn = (0, 0, 0) if rope is None else (*rope.cos_sin.shape, int(rope.interleaved))
+    return num_tokens, num_heads, num_kv_heads, head_dim, block_size, num_blocks * block_size, *steps, *turn
+
+
+def _attention_others(
+    q: Tensor, kv: Tensor, out: Tensor, batch: Batch, scale: float, window: int | None, soft_cap: float | None
+) -> tuple[float, ...]:
+    size, (num_tokens, num_heads, head_dim) = q.element_size(), q.shape
+    num_blocks, _, num_kv_heads, block_size, _ = kv.shape
+    num_seqs, max_blocks = batch.tables.shape
+    steps = [x.stride(i) * size for x in (q, out) for i in (0, 1)] + [kv.stride(i) * size for i in (0, 1, 2)]
+    return (
+        *(num_seqs, num_kv_heads, num_heads // num_kv_heads, block_size, num_blocks, head_dim),
+        *(NO_WINDOW if window is None else window, num_tokens, max_blocks, 4 * batch.tables.stride(0), *steps),
+        *((scale * LOG2_E, 0.0) if soft_cap is None else (scale / soft_cap, soft_cap * LOG2_E)),
+    )
 
 
 def _grain(width: int) -> int:
     """Rows that a thread takes at a time."""
     return max(4096 // max(width, 1), 1)
-
-
-def _grown(held: Tensor, count: int) -> Tensor:
-    """At least `count` elements, zeros where they are new. No element outlives a launch."""
-    return held if len(held) >= count else held.new_zeros(2 * count)

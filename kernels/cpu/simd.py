@@ -12,6 +12,7 @@ An address is an int64, as is a step between addresses, both in bytes: no 32-bit
 small literals (`F32`, `BF16`, `F16`) and all arithmetic is float32. Nothing here checks anything: the launchers do.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -436,6 +437,24 @@ def exp2(context: Any, x: Any) -> Any:
     return types.float32(types.float32), code
 
 
+@intrinsic
+def tanh(context: Any, x: Any) -> Any:
+    """Relative error below 4e-7; NaN stays NaN."""
+
+    def code(_target: Any, build: Any, _signature: Any, args: Any) -> Any:
+        one, two, x = FLOAT(1.0), FLOAT(2.0), args[0]
+        square = build.fmul(x, x)
+        near = FLOAT(_float32(TANH_TERMS[-1]))
+        for term in reversed(TANH_TERMS[:-1]):
+            near = _fma(build, near, square, FLOAT(_float32(term)))
+        power = _exp2(build, build.fmul(x, FLOAT(_float32(2 * math.log2(math.e)))), 1)
+        far = build.fsub(one, build.fdiv(two, build.fadd(one, power)))
+        # Near zero the difference would lose digits.
+        return build.select(build.fcmp_ordered("<", square, FLOAT(_float32(0.3))), build.fmul(near, x), far)
+
+    return types.float32(types.float32), code
+
+
 def _over_row(build: Any, row: Any, count: Any, start: Any, step: Callable[[Any, Any], Any]) -> Any:
     """value = step(address, value) for the vectors of a row."""
 
@@ -449,9 +468,18 @@ def _over_row(build: Any, row: Any, count: Any, start: Any, step: Callable[[Any,
 EXP2_TERMS = (1, 0.693147207, 0.240226512, 0.0555032721, 0.0096180256, 0.00134004322, 0.00015469732)
 
 
+# tanh(x) / x by powers of x^2, for x^2 below 0.3025, fitted likewise.
+TANH_TERMS = (1.0, -0.33333311, 0.13332468, -0.05384337, 0.02104217, -0.00623885)
+
+
+def _float32(value: float) -> float:
+    """As LLVM wants to have a float written."""
+    return float(np.float32(value))
+
+
 def _exp2(build: Any, x: Any, width: int) -> Any:
     def constant(value: float) -> Any:
-        return _constant(FLOAT, width, float(np.float32(value)))
+        return _constant(FLOAT, width, _float32(value))
 
     # Comparisons with NaN are false, and so NaN passes both limits.
     x = build.select(build.fcmp_ordered("<", x, constant(-126.0)), constant(-126.0), x)
