@@ -54,12 +54,15 @@ def serve(words: Sequence[str]) -> int:
 def controller(words: Sequence[str]) -> int:
     settings = load_or_exit(ControllerSettings, words, "kilburn controller", ABOUT_CONTROLLER, "model")
     log_to_stderr(settings.log_level)
-    from kilburn.controller.app import run_controller
+    from kilburn.controller.app import Running, run_controller
     from kilburn.controller.prepared import prepared_folder, public_name
+
+    def tell(running: Running) -> None:
+        print(f"{running.model_name}: REST at {running.http_address}, workers connect to {running.endpoint}", flush=True)
 
     name = settings.served_model_name or public_name(settings.model)
     folder = prepared_folder(settings.model, settings.revision)
-    asyncio.run(run_controller(replace(settings, model=str(folder), served_model_name=name)))
+    asyncio.run(run_controller(replace(settings, model=str(folder), served_model_name=name), tell))
     return 0
 
 
