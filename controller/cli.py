@@ -58,7 +58,9 @@ def controller(words: Sequence[str]) -> int:
     from kilburn.controller.prepared import prepared_folder, public_name
 
     def tell(running: Running) -> None:
-        print(f"{running.model_name}: REST at {running.http_address}, workers connect to {running.endpoint}", flush=True)
+        print(
+            f"{running.model_name}: REST at {running.http_address}, workers connect to {running.endpoint}", flush=True
+        )
 
     name = settings.served_model_name or public_name(settings.model)
     folder = prepared_folder(settings.model, settings.revision)
