@@ -12,8 +12,8 @@ from tests.kernels.shapes import assert_near
 
 KERNELS = kernels_for(torch.device("cpu"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDTHS = (1, 2, 3, 7, 8, 9, 31, 64, 80, 576, 1536, 4096)
-ROWS = (0, 1, 2, 5, 300)
+WIDTHS = (1, 3, 7, 8, 9, 80, 576, 4096)
+ROWS = (0, 1, 5, 60)
 EPS = 1e-5
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
