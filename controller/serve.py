@@ -11,6 +11,7 @@ this process is killed. A worker that dies is started again, and the engine is t
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kilburn.shared.config import ControllerSettings, ServeSettings, WorkerSetti
 WORKER_GRACE_S = 10.0
 READY_POLL_S = 0.02
 LAST_ANSWERS_S = 0.1  # for the failed answers to be written
+PARENT_POLL_S = 0.5
 
 
 class Phases:
@@ -77,6 +79,8 @@ class Serving:
         controller = asyncio.create_task(
             run_controller(replace(narrowed(self._settings, ControllerSettings), bind=self._bind()), self._start)
         )
+        if self._settings.exit_with_parent:
+            self._tasks.append(asyncio.create_task(self._leave_with_parent(os.getppid())))
         try:
             await asyncio.wait({controller, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -105,7 +109,7 @@ class Serving:
             # A worker that was drained leaves by itself, and shall not be replaced.
             is_wanted=lambda: not running.driver.engine.snapshot().is_closing,
         )
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._supervise(self._supervisor, running)),
             asyncio.create_task(self._announce(self._supervisor, running)),
         ]
@@ -117,6 +121,12 @@ class Serving:
             running.driver.streams.fail_all("no worker can be kept alive, and the server stops")
             await asyncio.sleep(LAST_ANSWERS_S)
             self._failed.set_exception(error)
+
+    async def _leave_with_parent(self, parent: int) -> None:
+        """Stop in good order once the process that started this one is gone: a child is then given another parent."""
+        while os.getppid() == parent:
+            await asyncio.sleep(PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def _announce(self, supervisor: Supervisor, running: Running) -> None:
         """The first time that tokens can be produced."""

@@ -2,11 +2,17 @@
 
 A test that cannot run on the machine that checks the code checks nothing; whoever needs a skip must say so to a
 person, not to a runner.
+
+Tests compute small things on one thread, and threads that wait sleep: where other programs run too, those that spin
+take the core from the one that they wait for. Libraries read these settings when they load, so they are made here.
 """
 
 import os
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 _set_aside: list[str] = []
 

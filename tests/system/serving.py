@@ -21,14 +21,23 @@ class Service:
 
     def __init__(self, model: str, folder: Path, *flags: str, ready_s: float = 90.0) -> None:
         self.log_file = folder / "serve.log"
-        self._command = [sys.executable, "-m", "kilburn.controller.cli", "serve", model, "--port=0", *flags]
+        self.command = [
+            sys.executable,
+            "-m",
+            "kilburn.controller.cli",
+            "serve",
+            model,
+            "--port=0",
+            "--exit-with-parent",
+            *flags,
+        ]
         self._ready_s = ready_s
 
     def start(self) -> None:
         with self.log_file.open("wb") as log:
             # A session of its own, as a terminal gives: nothing that we are sent reaches it by accident.
             self.process = subprocess.Popen(
-                self._command,
+                self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -86,11 +95,7 @@ class Service:
 
     def children(self) -> list[int]:
         """Processes that `kilburn serve` started and that run now."""
-        try:
-            words = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        except (FileNotFoundError, ProcessLookupError):
-            return []
-        return [int(word) for word in words]
+        return children_of(self.process.pid)
 
     def owned_blocks(self) -> float:
         """Blocks that some sequence holds now, from /metrics."""
@@ -104,6 +109,15 @@ class Service:
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds:g} s\n{self.log}"
             time.sleep(0.02)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process started and that run now."""
+    try:
+        words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(word) for word in words]
 
 
 def is_alive(pid: int) -> bool:

@@ -14,10 +14,16 @@ import httpx2 as httpx
 import pytest
 from openai import AsyncOpenAI
 
-from tests.system.serving import TINY_FLAGS, Service, is_alive
+from tests.system.serving import TINY_FLAGS, Service, children_of, is_alive
 from tests.worker.tiny_models import make_tiny
 
 ROOT = Path(__file__).parents[2]
+# Starts a command, says its process id, and waits to be killed.
+ORPHANS = """
+import subprocess, sys, time
+print(subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid, flush=True)
+time.sleep(600)
+"""
 PROMPTS = [f"The {word} of the" for word in ("sea", "hand", "state", "moon", "thing", "reason", "bread", "edge")]
 
 
@@ -174,6 +180,18 @@ def test_streams_survive_the_death_of_the_worker(service: Service) -> None:
     assert service.health() == 200
     assert service.children() != [worker]
     assert f"worker (pid {worker}) was killed by SIGKILL" in service.log
+
+
+def test_serve_leaves_with_its_parent_where_asked_to(tiny: Path, tmp_path: Path) -> None:
+    """Whoever kills a test run, or a shell, finds no server left behind."""
+    service = Service(str(tiny), tmp_path, *TINY_FLAGS)
+    parent = subprocess.Popen([sys.executable, "-c", ORPHANS, *service.command], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    serve = int(parent.stdout.readline())
+    service.wait_for(lambda: children_of(serve), 30)  # the worker: by then it knows its parent
+    parent.kill()
+    parent.wait(10)
+    service.wait_for(lambda: not is_alive(serve), 30)
 
 
 def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Path, tmp_path: Path) -> None:
