@@ -26,7 +26,7 @@ def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler]) -> int | 
 
 def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None:
     """Why the request can run on none of the worker groups; None where it can, or where there are none yet."""
-    num_prompt, n = len(submit.prompt), submit.n
+    num_prompt, n = len(submit.prompt), submit.width
     if not num_prompt:
         return Refused(submit.request_id, Refusal.EMPTY, "the prompt has no tokens")
     limit = num_prompt + submit.max_tokens - 1
@@ -34,7 +34,7 @@ def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None
         return None
     if not any(scheduler.fits_width(n) for scheduler in schedulers):
         widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
-        message = f"n is {n}, and at most {widest} sequences can run together"
+        message = f"{n} sequences were asked for, and at most {widest} sequences can run together"
         return Refused(submit.request_id, Refusal.TOO_WIDE, message)
     room = room_for(num_prompt, n, schedulers) or 0
     if room <= 0:

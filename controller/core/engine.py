@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kilburn.controller.core import door, laws
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
 from kilburn.controller.core.events import (
     Arrived,
@@ -163,9 +164,7 @@ class Engine:
             return
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
-        group = Group(
-            submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, submit.salt
-        )
+        group = _group(submit, place)
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
             effects.append(Started(submit.request_id, 0))
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
@@ -422,3 +421,9 @@ class Engine:
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects)
         return self.handle((), now)
+
+
+
+def _group(submit: Submit, place: Place) -> Group:
+    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, submit.salt)
+    return Group(*parts) if submit.beams is None else BeamGroup(*parts, submit.beams)

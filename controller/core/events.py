@@ -17,12 +17,28 @@ from kilburn.shared.types import FinishReason
 # --- events
 
 
+class EarlyStopping(Enum):
+    """When a beam search is over. See beam.py."""
+
+    HEURISTIC = "heuristic"  # the API's false
+    FULL = "full"  # the API's true
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSettings:
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request as token ids. `request_id` is the edge's own, never a client's, and unique in this process's life.
 
     sampling.seed is set; sampling.stop_ids are those that end a sequence; sampling.choose is the core's to fill in.
-    The core answers with Refused, or with Emit... and one Finished for each of `n` indices.
+    The core answers with Refused, or with Emit... and one Finished for each of `n` indices. With `beams` it answers
+    with a Beam for each of the `n` best ones instead, when the search is over.
     """
 
     request_id: int
@@ -32,6 +48,12 @@ class Submit:
     n: int = 1
     priority: int = 0  # lower runs first, as vLLM has it
     salt: bytes = b""
+    beams: BeamSettings | None = None
+
+    @property
+    def width(self) -> int:
+        """Sequences that may run together."""
+        return self.n if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +150,18 @@ class Finished:
 
 
 @dataclass(slots=True)
+class Beam:
+    """A choice of a beam search, whole; the last word on it. Index 0 is the best by score."""
+
+    request_id: int
+    index: int
+    tokens: tuple[int, ...]  # generated ones, a stop id included
+    cumulative_logprob: float
+    score: float
+    reason: FinishReason
+
+
+@dataclass(slots=True)
 class Send:
     """Put this message on the wire to `peer`."""
 
@@ -159,4 +193,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Send | Names | Note
+Effect = Refused | Started | Emit | Finished | Beam | Send | Names | Note

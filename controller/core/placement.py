@@ -20,7 +20,7 @@ class Home:
 
     def fits(self, group: Group) -> bool:
         first = group.live[0]
-        return self.scheduler.fits(first.num_prompt, first.limit, group.n)
+        return self.scheduler.fits(first.num_prompt, first.limit, group.most_wide)
 
 
 def choose(homes: Iterable[Home], group: Group) -> Home | None:

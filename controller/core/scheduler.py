@@ -16,9 +16,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kilburn.controller.core import laws
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Effect, Emit, Started
+from kilburn.controller.core.events import Beam, Effect, Emit, Started
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Need, most_blocks, victim
 from kilburn.controller.core.prefix_index import PrefixIndex
@@ -114,12 +115,16 @@ class Scheduler:
     def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         """The next step, or None where nothing can be planned now."""
         draft = _Draft(self._next_step, self.max_step_tokens)
-        self._plan_chunks(draft, self._plan_decodes(draft, effects))
-        if not draft.has_preempted:
-            self._plan_admissions(draft, effects)
-        sequences = draft.chunks + draft.decodes
-        if not sequences:
-            return None
+        sequences: list[Sequence] = []
+        while not sequences:
+            num_running = len(self.line.running)
+            self._plan_chunks(draft, self._plan_decodes(draft, effects))
+            if not draft.has_preempted:
+                self._plan_admissions(draft, effects)
+            sequences = draft.chunks + draft.decodes
+            if not sequences and len(self.line.running) <= num_running:
+                return None
+            # Otherwise: beams that were just admitted, with all but their newest tokens in the pool, step together.
         num_chunks = len(draft.chunks)
         counts = draft.chunk_counts + [1] * len(draft.decodes)
         self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts))
@@ -160,8 +165,38 @@ class Scheduler:
                 sequence.num_planned = planned + 1
                 draft.budget -= 1
                 was_granted = True
+            if isinstance(group, BeamGroup) and group.is_in_step:
+                self._plan_beams(draft, group, place, effects)
             place += 1
         return longer
+
+    def _plan_beams(self, draft: _Draft, group: BeamGroup, place: int, effects: list[Effect]) -> None:
+        """One position for each beam, all in this plan or none."""
+        if draft.budget < len(group.live):
+            return
+        num_needed = self._blocks_to_step(group)
+        while self.pool.num_available < num_needed:
+            if not self._give_way(draft, group, place, False, effects):
+                return
+        for beam in group.live:
+            if not self._make_room(draft, beam, place, True, effects):
+                raise LawBroken(f"no block for {beam}, though {num_needed} were counted")
+            self._admit_fresh(draft, beam)
+            draft.decodes.append(beam)
+            beam.num_planned += 1
+            draft.budget -= 1
+
+    def _blocks_to_step(self, group: BeamGroup) -> int:
+        """Blocks to take so that each beam may write its next slot: new ones, and copies of shared ones."""
+        num_new, holders = 0, dict[int, int]()
+        for beam in group.live:
+            if beam.num_planned == beam.capacity:
+                num_new += 1
+            else:
+                block = beam.own_table.blocks[beam.num_planned // self.block_size]
+                holders[block] = holders.get(block, 0) + 1
+        # The last holder of a block writes it where it is.
+        return num_new + sum(n if self.pool.refs(block) > n else n - 1 for block, n in holders.items())
 
     def _plan_chunks(self, draft: _Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -188,16 +223,9 @@ class Scheduler:
         at = planned // self.block_size
         if not is_full and self.pool.is_writable(table.blocks[at]):
             return True
-        while self.pool.num_available == 0:
-            loser = victim(self.line.running, place, was_granted)
-            if loser is None:
-                return False
-            if loser is sequence.group and len(self.line.running) == 1:
-                self.line.fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
-                return False
-            self.line.preempt(loser, effects)
-            draft.has_preempted = True
-            if loser is sequence.group:
+        needs_block = is_full or self.pool.refs(table.blocks[at]) > 1
+        while needs_block and self.pool.num_available == 0:
+            if not self._give_way(draft, sequence.group, place, was_granted, effects):
                 return False
         if is_full:
             taken = table.grow(1, draft.step)
@@ -213,6 +241,18 @@ class Scheduler:
                 if not sequence.is_fresh:
                     raise LawBroken(f"the table of {sequence} changes under its row")
         return True
+
+    def _give_way(self, draft: _Draft, asking: Group, place: int, was_granted: bool, effects: list[Effect]) -> bool:
+        """Somebody is preempted for `asking`. False where nobody can be, or where it was the asking group itself."""
+        loser = victim(self.line.running, place, was_granted)
+        if loser is None:
+            return False
+        if loser is asking and len(self.line.running) == 1:
+            self.line.fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
+            return False
+        self.line.preempt(loser, effects)
+        draft.has_preempted = True
+        return loser is not asking
 
     def _admit_fresh(self, draft: _Draft, sequence: Sequence) -> None:
         """Begin a new life on the row where one is due."""
@@ -266,9 +306,7 @@ class Scheduler:
             if not need.follows(i):
                 table.adopt(need.hits[i])
         hits = [len(table.blocks) * self.block_size for table in tables]
-        ends = [
-            sequence.limit if group.has_forked else min(sequence.limit, sequence.num_prompt) for sequence in group.live
-        ]
+        ends = [group.plan_end_of(sequence) for sequence in group.live]
         for i, table in enumerate(tables):
             table.grow(need.taken[i], draft.step)
             if need.follows(i):
@@ -335,15 +373,17 @@ class Scheduler:
         if computed // size > before // size:
             full = sequence.own_table.blocks[: computed // size]
             self.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
-        expected = 0 if computed < len(sequence.tokens) else 1 if group.has_forked else group.n
+        expected = 0 if computed < len(sequence.tokens) else group.num_draws
         if len(drawn) != expected:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
         if sequence.followers:
             self._lead(sequence)
-        if expected == 1:
+        if expected and isinstance(group, BeamGroup):
+            self._step_beams(group, sequence, _candidates(logprobs), effects)
+        elif expected == 1:
             self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
         elif expected:
-            for i, child in enumerate(group.fork(size)):
+            for i, child in enumerate(group.fork()):
                 self._append(child, drawn[i], _entries(logprobs, i), effects)
         elif computed >= sequence.limit:
             self.line.end(sequence, FinishReason.LENGTH, effects)
@@ -359,6 +399,22 @@ class Scheduler:
         elif sequence.num_computed >= sequence.limit:
             self.line.end(sequence, FinishReason.LENGTH, effects)
 
+    def _step_beams(
+        self, group: BeamGroup, beam: Sequence, candidates: list[tuple[int, float]], effects: list[Effect]
+    ) -> None:
+        """One beam's candidates are in; with the last of them the search goes on, or ends with its results."""
+        if not group.heard(beam, candidates):
+            return
+        continuations = group.step()
+        if continuations:
+            group.go_on(continuations)
+            self.counters.generated_tokens += 1
+            return
+        self.line.cancel(group)
+        for i, kept in enumerate(group.search.kept[: group.n]):
+            outcome = Beam(group.request_id, i, kept.tokens, kept.cumulative, kept.score, kept.reason)
+            effects.append(outcome)
+
     def _lead(self, leader: Sequence) -> None:
         """The blocks that a recomputed group has in common are computed: its other sequences share them and go on."""
         num_common = leader.num_prompt // self.block_size
@@ -368,7 +424,7 @@ class Scheduler:
             sequence.own_table.adopt_front(leader.own_table.blocks[:num_common])
             sequence.capacity += num_common * self.block_size
             sequence.num_computed = sequence.num_planned = num_common * self.block_size
-            sequence.plan_end = sequence.limit
+            sequence.plan_end = sequence.group.plan_end_of(sequence)
         leader.followers = []
 
     def _unwell(self, sequence: Sequence, reason: str | None, effects: list[Effect]) -> None:
@@ -417,3 +473,10 @@ def _entries(logprobs: RowLogprobs | None, draw: int) -> tuple[tuple[int, float]
         return ()
     start, end = draw * logprobs.width, (draw + 1) * logprobs.width
     return tuple(zip(logprobs.ids[start:end], logprobs.logprobs[start:end], strict=True))
+
+
+def _candidates(logprobs: RowLogprobs | None) -> list[tuple[int, float]]:
+    """What a beam's row returned, best first."""
+    if logprobs is None or logprobs.width != 1:
+        raise Disagreement("candidates without their log probabilities")
+    return list(zip(logprobs.ids, logprobs.logprobs, strict=True))

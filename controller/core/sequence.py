@@ -118,6 +118,13 @@ class Sequence:
         self.plan_end = plan_end
         self.is_fresh = True
 
+    def fork(self, index: int, row: int) -> "Sequence":
+        """Another sequence of the group, with the same past and a table over the same blocks."""
+        child = Sequence(self.group, index, list(self.tokens), self.num_prompt, self.limit, self.sampling)
+        child.chain = list(self.chain)
+        child.start(row, self.own_table.fork(), self.num_computed, self.capacity, self.plan_end)
+        return child
+
     def leave(self, to: State) -> int:
         """A life on a row ends: no blocks, no progress. Returns the row."""
         self.move(to)
@@ -172,34 +179,39 @@ class Group:
         self.reserved_rows: list[int] = []  # for the sequences that the fork will make
 
     @property
+    def most_wide(self) -> int:
+        """Sequences that may run together at any time of the group's life."""
+        return self.n
+
+    @property
     def width(self) -> int:
         """Rows that the group needs."""
         return len(self.live) if self.has_forked else self.n
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self.live) and self.live[0].state is State.WAITING
+    def num_draws(self) -> int:
+        """Tokens that a sequence returns when it reaches the end of what it knows."""
+        return 1 if self.has_forked else self.n
+
+    def plan_end_of(self, sequence: Sequence) -> int:
+        """How far planning may go before something is committed."""
+        return sequence.limit if self.has_forked else min(sequence.limit, sequence.num_prompt)
 
     def indices(self) -> list[int]:
         """The choices that have not ended."""
         return [sequence.index for sequence in self.live] if self.has_forked else list(range(self.n))
 
-    def fork(self, block_size: int) -> list[Sequence]:
+    def fork(self) -> list[Sequence]:
         """The one sequence becomes n, which share every block; each will append a draw of its own."""
         (parent,) = self.live
-        if parent.table is None or parent.num_planned != parent.num_computed:
+        if parent.num_planned != parent.num_computed:
             raise LawBroken(f"fork of {parent} with work in flight")
         sampling = parent.sampling
         self.has_forked = True
         for index in range(1, self.n):
-            child = Sequence(self, index, list(parent.tokens), parent.num_prompt, parent.limit, sampling)
-            child.chain = list(parent.chain)
-            child.start(
-                self.reserved_rows.pop(), parent.table.fork(), parent.num_computed, parent.capacity, parent.limit
-            )
-            self.live.append(child)
-        parent.plan_end = parent.limit
+            self.live.append(parent.fork(index, self.reserved_rows.pop()))
         parent.is_fresh = True
         for sequence in self.live:
             sequence.sampling = replace(sampling, choose=Draws(sequence.index, 1))
+            sequence.plan_end = self.plan_end_of(sequence)
         return list(self.live)
