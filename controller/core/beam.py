@@ -17,10 +17,12 @@ The search knows no memory: it names parents and tokens, and the group forks, ap
 the documentation of transformers' GenerationConfig.early_stopping, and its beam search.
 """
 
+import math
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 
 from kilburn.controller.core.events import BeamSettings, EarlyStopping
+from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.sequence import Group, Place, Sequence, State
 from kilburn.shared.sampling import Candidates, Sampling
 from kilburn.shared.types import FinishReason, LawBroken
@@ -86,7 +88,7 @@ class BeamSearch:
 
     def _keep(self, candidate: Continuation, generated: Listing[int], length: int) -> None:
         reason = FinishReason.STOP if candidate.token in self.stop_ids else FinishReason.LENGTH
-        score = candidate.cumulative / length**self.settings.length_penalty
+        score = candidate.cumulative / math.pow(length, self.settings.length_penalty)
         tokens = (*generated, candidate.token)
         self.kept.append(Hypothesis(tokens, candidate.cumulative, score, reason))
         self.kept.sort(key=lambda h: -h.score)  # stable: of equals, the earlier stays ahead
@@ -100,7 +102,7 @@ class BeamSearch:
         penalty = self.settings.length_penalty
         reaches_on = self.settings.early_stopping is EarlyStopping.NEVER and penalty > 0.0
         best_length = self.max_tokens if reaches_on else length
-        return best_running / best_length**penalty <= self.kept[-1].score
+        return best_running / math.pow(best_length, penalty) <= self.kept[-1].score
 
 
 class BeamGroup(Group):
@@ -116,7 +118,7 @@ class BeamGroup(Group):
         max_tokens: int,
         sampling: Sampling,
         n: int,
-        salt: bytes,
+        salt: Salt,
         settings: BeamSettings,
     ) -> None:
         self.search = BeamSearch(settings, frozenset(sampling.stop_ids), max_tokens)

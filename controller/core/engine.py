@@ -27,6 +27,7 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    Pin,
     Refusal,
     Refused,
     Send,
@@ -35,10 +36,12 @@ from kilburn.controller.core.events import (
     Stop,
     Submit,
     Tick,
+    Unpin,
 )
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.placement import Home, choose
-from kilburn.controller.core.prefix_index import PrefixIndex
+from kilburn.controller.core.prefix_index import PrefixIndex, Salt
+from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
 from kilburn.controller.core.scheduler import Disagreement, Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
@@ -68,6 +71,7 @@ class EngineSettings:
     step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included
+    most_pinned: float = 0.5  # of a pool, by named prefixes
 
 
 @dataclass(slots=True)
@@ -90,6 +94,7 @@ class Engine:
         self._groups: dict[int, Group] = {}
         self._placed: dict[int, Home] = {}
         self._homeless: list[_Homeless] = []
+        self._prefixes: dict[int, Prefix] = {}
         self._model_digest: bytes | None = None
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
@@ -150,6 +155,10 @@ class Engine:
                 self._stop(request_id, index, effects)
             case Cancel(request_id):
                 self._cancel(request_id)
+            case Pin():
+                self._pin(event, effects)
+            case Unpin(prefix_id):
+                self._unpin(prefix_id)
             case Left(peer, reason):
                 self._end_lease(peer, reason, now, effects)
             case Shutdown():
@@ -164,7 +173,7 @@ class Engine:
             return
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
-        group = _group(submit, place)
+        group = _group(submit, place, Salt(submit.salt, public_run(submit.prompt, self._prefixes.values())))
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
             effects.append(Started(submit.request_id, 0))
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
@@ -180,6 +189,39 @@ class Engine:
             message = f"{num_waiting} requests are waiting; try again later"
             return Refused(submit.request_id, Refusal.QUEUE_FULL, message)
         return door.objection(submit, [home.scheduler for home in self._homes.values()])
+
+    def _pin(self, pin: Pin, effects: list[Effect]) -> None:
+        prefix = Prefix(pin.prefix_id, pin.tokens, Salt() if pin.is_public else Salt(pin.salt), pin.is_public)
+        if self._is_closing:
+            effects.append(Refused(pin.prefix_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
+            return
+        if not pin.tokens:
+            effects.append(Refused(pin.prefix_id, Refusal.EMPTY, "the prefix has no tokens"))
+            return
+        for home in self._homes.values():
+            reason = self._pin_on(home, prefix)
+            if reason is not None:
+                self._unpin(pin.prefix_id)
+                effects.append(Refused(pin.prefix_id, Refusal.PINS_FULL, reason))
+                return
+        self._prefixes[pin.prefix_id] = prefix
+
+    def _pin_on(self, home: Home, prefix: Prefix) -> str | None:
+        """Have a worker group compute and hold a prefix; returns the reason where it cannot."""
+        self._num_arrivals += 1
+        group = PinGroup(prefix, self._num_arrivals)
+        reason = home.scheduler.objection_to_pin(group, self.settings.most_pinned)
+        if reason is None:
+            home.scheduler.line.enqueue(group)
+        return reason
+
+    def _unpin(self, prefix_id: int) -> None:
+        self._prefixes.pop(prefix_id, None)
+        for home in self._homes.values():
+            for pin in home.scheduler.line.all_pins:
+                if pin.request_id == prefix_id:
+                    home.scheduler.line.cancel(pin)
+            self._forget_ended(home)
 
     def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
         group, home = self._groups.get(request_id), self._placed.get(request_id)
@@ -215,8 +257,9 @@ class Engine:
 
     def _forget_ended(self, home: Home) -> None:
         for group in home.scheduler.line.ended:
-            del self._groups[group.request_id]
-            del self._placed[group.request_id]
+            if not isinstance(group, PinGroup):
+                del self._groups[group.request_id]
+                del self._placed[group.request_id]
         home.scheduler.line.ended.clear()
 
     # --- workers
@@ -262,6 +305,10 @@ class Engine:
         index = PrefixIndex(pool, hasher, hello.layout.block_size)
         self._homes[peer] = Home(lease, Scheduler(hello, index, pool, lease.id, settings.max_step_tokens))
         lease.move(LeaseState.READY)
+        for prefix in self._prefixes.values():
+            missing = self._pin_on(self._homes[peer], prefix)
+            if missing is not None:
+                effects.append(Note(NoteKind.NOT_PINNED, f"prefix {prefix.prefix_id} on {hello.name}: {missing}"))
         welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
         effects.append(Send(peer, welcome))
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
@@ -397,6 +444,7 @@ class Engine:
             g.request_id
             for home in self._homes.values()
             for g in home.scheduler.line.running + home.scheduler.line.waiting
+            if not isinstance(g, PinGroup)
         }
         homeless = {entry.group.request_id for entry in self._homeless}
         if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
@@ -423,7 +471,6 @@ class Engine:
         return self.handle((), now)
 
 
-
-def _group(submit: Submit, place: Place) -> Group:
-    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, submit.salt)
+def _group(submit: Submit, place: Place, salt: Salt) -> Group:
+    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, salt)
     return Group(*parts) if submit.beams is None else BeamGroup(*parts, submit.beams)

@@ -72,6 +72,26 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """Compute this prefix and hold it. Answered with Refused, or with Pinned once it is held by some worker group.
+
+    `prefix_id` is of the same kind as a request_id. A public prefix is unsalted.
+    """
+
+    prefix_id: int
+    tokens: tuple[int, ...]
+    salt: bytes = b""
+    is_public: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """The name was deleted. Idempotent."""
+
+    prefix_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
     """A well-formed message from a peer. `peer` is its routing identity: a name and a start nonce."""
 
@@ -97,7 +117,7 @@ class Shutdown:
     """Take no new requests, finish those that are here, and tell the workers to drain."""
 
 
-Event = Submit | Stop | Cancel | Arrived | Left | Tick | Shutdown
+Event = Submit | Stop | Cancel | Pin | Unpin | Arrived | Left | Tick | Shutdown
 
 
 # --- effects
@@ -111,6 +131,7 @@ class Refusal(Enum):
     TOO_WIDE = "too wide"  # more sequences than rows or budget
     QUEUE_FULL = "queue full"
     NO_WORKER = "no worker"
+    PINS_FULL = "pins full"  # a named prefix beyond what may be pinned, or that would strand an accepted request
     SHUTTING_DOWN = "shutting down"
 
 
@@ -162,6 +183,15 @@ class Beam:
 
 
 @dataclass(slots=True)
+class Pinned:
+    """A named prefix is computed and held by a worker group. Comes again after a worker's restart."""
+
+    prefix_id: int
+    group: str
+    num_blocks: int
+
+
+@dataclass(slots=True)
 class Send:
     """Put this message on the wire to `peer`."""
 
@@ -183,6 +213,7 @@ class NoteKind(Enum):
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LAW_BROKEN = "law broken"
+    NOT_PINNED = "not pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,4 +224,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Beam | Send | Names | Note
+Effect = Refused | Started | Emit | Finished | Beam | Pinned | Send | Names | Note

@@ -16,7 +16,10 @@ from kilburn.shared.types import LawBroken
 def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block_size: int) -> None:
     """Everything that must hold between events. `in_flight`: (sequence, epoch, positions) of every plan under way."""
     sequences = [sequence for group in line.running for sequence in group.live]
-    line.pool.validate([sequence.own_table.blocks for sequence in sequences])
+    pinned = [sequence for pin in line.pinned for sequence in pin.live]
+    line.pool.validate([sequence.own_table.blocks for sequence in (*sequences, *pinned)])
+    if any(s.state is not State.PINNED or s.row >= 0 or s.num_computed != s.num_prompt for s in pinned):
+        raise LawBroken("a pinned prefix that is not complete, or has a row")
     rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
     if sorted(rows + line.free_rows) != list(range(line.max_rows)):
         raise LawBroken("a row is used twice, or lost")

@@ -12,20 +12,41 @@ from bisect import insort
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind
+from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.shared.layout import blocks_for
 from kilburn.shared.types import FinishReason
 
 
 class Lineup:
     """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
 
-    def __init__(self, pool: BlockPool, max_rows: int) -> None:
-        self.pool, self.max_rows = pool, max_rows
+    def __init__(self, pool: BlockPool, max_rows: int, block_size: int) -> None:
+        self.pool, self.max_rows, self.block_size = pool, max_rows, block_size
         self.running: list[Group] = []
         self.waiting: list[Group] = []
+        self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
         self.free_rows = list(range(max_rows - 1, -1, -1))
         self.num_preemptions = 0
+
+    # --- questions
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that named prefixes hold, or will once they are computed. Counted apart where they share."""
+        return sum(blocks_for(len(pin.prefix.tokens), self.block_size) for pin in self.all_pins)
+
+    @property
+    def all_pins(self) -> list[PinGroup]:
+        return [group for group in (*self.pinned, *self.running, *self.waiting) if isinstance(group, PinGroup)]
+
+    def holding(self, block: int) -> list[Group]:
+        """The running groups that hold a block."""
+        return [group for group in self.running if any(block in s.own_table.blocks for s in group.live)]
+
+    def pins_holding(self, block: int) -> list[PinGroup]:
+        return [pin for pin in self.pinned if any(block in s.own_table.blocks for s in pin.live)]
 
     # --- on to the rows
 
@@ -66,9 +87,28 @@ class Lineup:
         self.free_rows.extend(group.reserved_rows)
         group.reserved_rows = []
 
+    def pin(self, group: PinGroup) -> None:
+        """A named prefix is complete: it keeps its blocks and leaves its row."""
+        (sequence,) = group.live
+        self.running.remove(group)
+        self.free_rows.append(sequence.pin())
+        self.pinned.append(group)
+
+    def unsettle(self, group: PinGroup) -> None:
+        """Blocks of a pinned prefix were lost: it is computed again."""
+        self._let_go(group, State.WAITING)
+        self.enqueue(group)
+
+    def _let_go(self, group: Group, to: State) -> None:
+        self.pinned = [other for other in self.pinned if other is not group]
+        for sequence in group.live:
+            sequence.leave(to)
+
     def evacuate(self) -> list[Group]:
         """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
-        groups = [*self.running, *self.waiting]
+        for pin in list(self.pinned):
+            self._let_go(pin, State.WAITING)
+        groups = [group for group in (*self.running, *self.waiting) if not isinstance(group, PinGroup)]
         for group in list(self.running):
             self.take_off(group, State.WAITING)
         for group in groups:
@@ -93,6 +133,8 @@ class Lineup:
         """The client left: the whole group ends, silently."""
         if group in self.running:
             self.take_off(group, State.FINISHED)
+        elif group in self.pinned:
+            self._let_go(group, State.FINISHED)
         else:
             self.waiting.remove(group)
             for sequence in group.live:

@@ -13,17 +13,20 @@ although a plan in flight may still write them: whoever gets them writes later.
 """
 
 from collections import deque
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 from kilburn.controller.core import laws
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Beam, Effect, Emit, Started
+from kilburn.controller.core.events import Beam, Effect, Emit, Pinned, Started
 from kilburn.controller.core.lineup import Lineup
-from kilburn.controller.core.policy import Need, most_blocks, victim
+from kilburn.controller.core.policy import Need, longest_limit, most_blocks, victim
 from kilburn.controller.core.prefix_index import PrefixIndex
+from kilburn.controller.core.prefixes import PinGroup, longest_pin
 from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.shared.layout import blocks_for
 from kilburn.shared.messages import Admit, Hello, KvLost, RowLogprobs, StepPlan, StepResult
 from kilburn.shared.types import FinishReason, LawBroken, Tier
 
@@ -80,11 +83,11 @@ class Scheduler:
 
     def __init__(self, hello: Hello, index: PrefixIndex, pool: BlockPool, lease: int, max_step_tokens: int) -> None:
         self.pool, self.index = pool, index
-        self.lease = lease
+        self.lease, self.name = lease, hello.name
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.line = Lineup(pool, hello.max_rows)
+        self.line = Lineup(pool, hello.max_rows, self.block_size)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
@@ -96,10 +99,43 @@ class Scheduler:
 
     # --- the door
 
-    def fits(self, num_prompt: int, limit: int, n: int) -> bool:
-        """Whether a group can ever run here, alone if need be."""
-        usable = self.pool.num_blocks - self.pool.num_quarantined
-        return self.fits_length(limit) and self.fits_width(n) and self.most_blocks(num_prompt, limit, n) <= usable
+    def fits(self, num_prompt: int, limit: int, n: int, num_shared: int = 0) -> bool:
+        """Whether a group can ever run here, alone if need be. `num_shared`: pinned blocks that it would share."""
+        if not self.fits_length(limit) or not self.fits_width(n):
+            return False
+        return self.most_blocks(num_prompt, limit, n) - num_shared <= self.unpinned_blocks
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.pool.num_blocks - self.pool.num_quarantined
+
+    def longest_limit(self, num_prompt: int, n: int, num_shared: int) -> int:
+        return longest_limit(num_prompt, n, self.unpinned_blocks + num_shared, self.block_size)
+
+    @property
+    def unpinned_blocks(self) -> int:
+        return self.usable_blocks - self.line.num_pinned_blocks
+
+    def shared_with_pins(self, prompt: Listing[int], salt: bytes) -> int:
+        """Pinned blocks that a prompt begins with, that of its newest token excepted."""
+        _, run = longest_pin(prompt, salt, self.line.all_pins)
+        return min(run, len(prompt) - 1) // self.block_size
+
+    def objection_to_pin(self, pin: PinGroup, most_pinned: float) -> str | None:
+        """Why this prefix cannot be held here; None where it can."""
+        num_blocks, line = blocks_for(len(pin.prefix.tokens), self.block_size), self.line
+        if len(pin.prefix.tokens) + 1 > self.max_len:
+            return f"the prefix has {len(pin.prefix.tokens)} tokens, the model takes {self.max_len - 1}"
+        after = line.num_pinned_blocks + num_blocks
+        if after > most_pinned * self.usable_blocks:
+            return f"{after} blocks would be pinned, at most {int(most_pinned * self.usable_blocks)} may be"
+        for group in (*line.running, *line.waiting):
+            first = group.live[0]
+            most = self.most_blocks(first.num_prompt, first.limit, group.most_wide)
+            most -= self.shared_with_pins(first.prompt, group.salt.value)
+            if not isinstance(group, PinGroup) and most > self.usable_blocks - after:
+                return "requests that were accepted would not fit beside it; try again when they are done"
+        return None
 
     def fits_length(self, limit: int) -> bool:
         return limit + 1 <= self.max_len
@@ -306,28 +342,35 @@ class Scheduler:
             if not need.follows(i):
                 table.adopt(need.hits[i])
         hits = [len(table.blocks) * self.block_size for table in tables]
+        pin, run = longest_pin(group.live[0].prompt, group.salt.value, self.line.pinned)
+        run = min(run, len(group.live[0].tokens) - 1)
         ends = [group.plan_end_of(sequence) for sequence in group.live]
         for i, table in enumerate(tables):
             table.grow(need.taken[i], draft.step)
             if need.follows(i):
                 ends[i] = 0  # until the first one has computed what they share
+        at = hits[0] // self.block_size
+        if pin is not None and hits[0] < run <= hits[0] + self.block_size:
+            draft.copies.append((pin.live[0].own_table.blocks[at], tables[0].blocks[at]))
+            self.counters.block_copies += 1
+            hits[0] = run
         self.line.start(group, tables, hits, ends, self.block_size)
         group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
-        self._count_admission(group, need, effects)
+        self._count_admission(group, hits, effects)
         for sequence in list(group.live):
             if sequence.num_computed >= sequence.limit:
                 self.line.end(sequence, FinishReason.LENGTH, effects)
             elif draft.budget and sequence.plan_end > sequence.num_planned:
                 self._plan_chunk(draft, sequence)
 
-    def _count_admission(self, group: Group, need: Need, effects: list[Effect]) -> None:
-        num_hit = len(need.hits[0]) * self.block_size
+    def _count_admission(self, group: Group, hits: list[int], effects: list[Effect]) -> None:
         if not group.has_started:
             group.has_started = True
             self.counters.prompt_tokens += group.live[0].num_prompt
-            effects.append(Started(group.request_id, num_hit))
+            if not isinstance(group, PinGroup):
+                effects.append(Started(group.request_id, hits[0]))
         self.counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
-        self.counters.prefix_hit_tokens += sum(len(found) for found in need.hits) * self.block_size
+        self.counters.prefix_hit_tokens += sum(hits)
 
     def evacuate(self) -> list[Group]:
         """The lease ended: nothing is under way any more, and everybody leaves."""
@@ -378,6 +421,10 @@ class Scheduler:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
         if sequence.followers:
             self._lead(sequence)
+        if isinstance(group, PinGroup) and computed >= sequence.limit:
+            self.line.pin(group)  # its draw is of no use to anybody
+            effects.append(Pinned(group.request_id, self.name, len(sequence.own_table.blocks)))
+            return
         if expected and isinstance(group, BeamGroup):
             self._step_beams(group, sequence, _candidates(logprobs), effects)
         elif expected == 1:
@@ -446,9 +493,10 @@ class Scheduler:
             if self.pool.held_since(entry.block) > entry.step:
                 continue  # taken again since it was read
             self.pool.withdraw(entry.block)
-            for group in list(self.line.running):
-                if any(entry.block in sequence.own_table.blocks for sequence in group.live):
-                    self.line.preempt(group, effects)
+            for group in self.line.holding(entry.block):
+                self.line.preempt(group, effects)
+            for pin in self.line.pins_holding(entry.block):
+                self.line.unsettle(pin)
 
     def _count_timings(self, result: StepResult) -> None:
         counters, timings = self.counters, result.timings

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.prefix_index import UNSALTED, Salt
 from kilburn.shared.sampling import Draws, Sampling
 from kilburn.shared.types import LawBroken
 
@@ -92,6 +93,10 @@ class Sequence:
         self.followers: list[Sequence] = []  # wait for this one to compute the blocks that they will share
 
     @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.num_prompt]
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
@@ -124,6 +129,12 @@ class Sequence:
         child.chain = list(self.chain)
         child.start(row, self.own_table.fork(), self.num_computed, self.capacity, self.plan_end)
         return child
+
+    def pin(self) -> int:
+        """The row is given up, the table kept. Returns the row."""
+        self.move(State.PINNED)
+        row, self.row = self.row, -1
+        return row
 
     def leave(self, to: State) -> int:
         """A life on a row ends: no blocks, no progress. Returns the row."""
@@ -167,7 +178,7 @@ class Group:
         max_tokens: int,
         sampling: Sampling,
         n: int = 1,
-        salt: bytes = b"",
+        salt: Salt = UNSALTED,
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
         self.has_started = False
