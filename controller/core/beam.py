@@ -151,6 +151,9 @@ class BeamGroup(Group):
         """Whether every beam has only its newest token to compute, and nothing of it is planned."""
         return bool(self.has_forked) and all(s.num_planned == len(s.tokens) - 1 for s in self.live)
 
+    def interrupted(self) -> None:
+        self._heard = {}
+
     def heard(self, sequence: Sequence, candidates: list[tuple[int, float]]) -> bool:
         """One beam's candidates are in. Returns whether those of all are."""
         self._heard[sequence.index] = candidates

@@ -39,8 +39,10 @@ from kilburn.controller.core.events import (
     Unpin,
 )
 from kilburn.controller.core.lease import Lease, LeaseState
+from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.placement import Home, choose
-from kilburn.controller.core.prefix_index import PrefixIndex, Salt
+from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
 from kilburn.controller.core.scheduler import Disagreement, Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
@@ -72,6 +74,7 @@ class EngineSettings:
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included
     most_pinned: float = 0.5  # of a pool, by named prefixes
+    preemption: Preemption = Preemption.AUTO
 
 
 @dataclass(slots=True)
@@ -116,7 +119,7 @@ class Engine:
         for home in self._homes.values():
             self._plan(home, now, effects)
             self._report_names(home, effects)
-            home.scheduler.pool.check()
+            home.scheduler.memory.check()
         if self._is_closing and not self._groups:
             self._drain(effects)
         self._effects = []
@@ -302,8 +305,9 @@ class Engine:
         lease = Lease(self._leases_began, peer, hello, settings.beat_s, settings.silence_s, now)
         pool = self._new_pool(hello.num_blocks)
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
-        index = PrefixIndex(pool, hasher, hello.layout.block_size)
-        self._homes[peer] = Home(lease, Scheduler(hello, index, pool, lease.id, settings.max_step_tokens))
+        memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
+        scheduler = Scheduler(hello, memory, lease.id, settings.max_step_tokens, settings.preemption)
+        self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
         for prefix in self._prefixes.values():
             missing = self._pin_on(self._homes[peer], prefix)

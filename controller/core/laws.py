@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.events import Effect
 from kilburn.controller.core.lineup import Lineup
-from kilburn.controller.core.sequence import Sequence, State
+from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.shared.types import LawBroken
 
 
@@ -17,7 +17,12 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
     """Everything that must hold between events. `in_flight`: (sequence, epoch, positions) of every plan under way."""
     sequences = [sequence for group in line.running for sequence in group.live]
     pinned = [sequence for pin in line.pinned for sequence in pin.live]
-    line.pool.validate([sequence.own_table.blocks for sequence in (*sequences, *pinned)])
+    memory = line.memory
+    memory.device.validate([sequence.own_table.blocks for sequence in (*sequences, *pinned)])
+    swapped = [sequence for group in line.waiting for sequence in group.live if sequence.state is State.SWAPPED]
+    memory.host.validate([[host for host in sequence.host if host is not None] for sequence in swapped])
+    if memory.host.num_owned > memory.device.num_blocks:
+        raise LawBroken("swapped groups hold more on the host than the device has")
     if any(s.state is not State.PINNED or s.row >= 0 or s.num_computed != s.num_prompt for s in pinned):
         raise LawBroken("a pinned prefix that is not complete, or has a row")
     rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
@@ -36,8 +41,16 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
         _validate_running(sequence, positions[sequence], block_size)
         _validate_blocks(line.pool, sequence, block_size)
     for group in line.waiting:
-        if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
-            raise LawBroken(f"request {group.request_id} waits and yet holds something")
+        _validate_waiting(group)
+
+
+def _validate_waiting(group: Group) -> None:
+    for sequence in group.live:
+        holds = sequence.table is not None or sequence.row >= 0 or sequence.num_planned != sequence.num_computed
+        if holds or sequence.state is not (State.SWAPPED if group.is_swapped else State.WAITING):
+            raise LawBroken(f"{sequence} waits and yet holds something, or not as its group does")
+        if not group.is_swapped and (sequence.num_computed or sequence.host):
+            raise LawBroken(f"{sequence} waits to be computed and claims to be")
 
 
 def _validate_running(sequence: Sequence, in_flight: int, block_size: int) -> None:
@@ -66,9 +79,9 @@ def _validate_blocks(pool: BlockPool, sequence: Sequence, block_size: int) -> No
 def contain(line: Lineup, effects: list[Effect]) -> None:
     """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
     tables = {group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in line.running}
-    suspects = line.pool.suspects(tables.values())
+    suspects = line.memory.device.suspects(tables.values())
     for block in suspects:
-        line.pool.quarantine(block)
+        line.memory.device.quarantine(block)
     for group in list(line.running):
         if suspects.isdisjoint(tables[group.request_id]):
             continue

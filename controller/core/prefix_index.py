@@ -51,16 +51,22 @@ class PrefixIndex:
                 )
             )
 
-    def match(self, chain: list[bytes], tokens: Sequence[int], salt: Salt) -> list[int]:
-        """The longest run of leading blocks that the pool holds, without the block of the newest token."""
-        size, found = self._block_size, list[int]()
-        for i in range((len(tokens) - 1) // size):
+    def find(self, chain: list[bytes], i: int, tokens: Sequence[int]) -> int | None:
+        """The block that holds full block number i of `tokens`, whose digest is in `chain`."""
+        block = self._pool.find(chain[i])
+        name = None if block is None else self._pool.name_of(block)
+        if name is None or name.parent != (chain[i - 1] if i else ROOT):
+            return None
+        size = self._block_size
+        return block if name.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
+
+    def match(self, chain: list[bytes], tokens: Sequence[int], salt: Salt, first: int = 0) -> list[int]:
+        """The longest run of blocks from number `first` on that the pool holds, without that of the newest token."""
+        found: list[int] = []
+        for i in range(first, (len(tokens) - 1) // self._block_size):
             self.extend(chain, tokens, i + 1, salt)
-            block = self._pool.find(chain[i])
-            name = self._pool.name_of(block) if block is not None else None
-            if block is None or name is None or name.parent != (chain[i - 1] if i else ROOT):
-                break
-            if name.tokens != tuple(tokens[i * size : (i + 1) * size]):
+            block = self.find(chain, i, tokens)
+            if block is None:
                 break
             found.append(block)
         return found

@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 
 from kilburn.controller.core import laws
 from kilburn.controller.core.beam import BeamGroup
-from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Beam, Effect, Emit, Pinned, Started
 from kilburn.controller.core.lineup import Lineup
-from kilburn.controller.core.policy import Need, longest_limit, most_blocks, victim
-from kilburn.controller.core.prefix_index import PrefixIndex
+from kilburn.controller.core.memory import Memory, Moves
+from kilburn.controller.core.policy import Costs, Need, Preemption, longest_limit, most_blocks, victim
 from kilburn.controller.core.prefixes import PinGroup, longest_pin
 from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.shared.layout import blocks_for
@@ -44,6 +43,7 @@ class Flight:
     sequences: list[Sequence]
     epochs: list[int]
     counts: list[int]
+    num_moved: int  # blocks swapped in or out
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ class Counters:
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     block_copies: int = 0
+    blocks_out: int = 0  # swapped to the host
+    blocks_in: int = 0
     worker_idle_s: float = 0.0
     worker_apply_s: float = 0.0
     worker_forward_s: float = 0.0
@@ -66,28 +68,33 @@ class Counters:
 class _Draft:
     """A plan being filled."""
 
-    step: int
+    moves: Moves
     budget: int  # positions that may still be planned
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_counts: list[int] = field(default_factory=list)
     grown_at: list[int] = field(default_factory=list)  # indices into decodes
     grown_blocks: list[int] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     has_preempted: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.moves.step
 
 
 class Scheduler:
     """The groups placed on one worker group, and its block pool."""
 
-    def __init__(self, hello: Hello, index: PrefixIndex, pool: BlockPool, lease: int, max_step_tokens: int) -> None:
-        self.pool, self.index = pool, index
+    def __init__(self, hello: Hello, memory: Memory, lease: int, max_step_tokens: int, preemption: Preemption) -> None:
+        self.memory, self.pool = memory, memory.device
+        self.preemption = preemption
+        self.costs = Costs(hello.layout.bytes_per_block)
         self.lease, self.name = lease, hello.name
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.line = Lineup(pool, hello.max_rows, self.block_size)
+        self.line = Lineup(memory, hello.max_rows)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
@@ -95,7 +102,7 @@ class Scheduler:
         self._next_step = 1
         self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
         # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
-        self._watermark = pool.num_blocks // 100
+        self._watermark = self.pool.num_blocks // 100
 
     # --- the door
 
@@ -150,7 +157,7 @@ class Scheduler:
 
     def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         """The next step, or None where nothing can be planned now."""
-        draft = _Draft(self._next_step, self.max_step_tokens)
+        draft = _Draft(Moves(self._next_step), self.max_step_tokens)
         sequences: list[Sequence] = []
         while not sequences:
             num_running = len(self.line.running)
@@ -159,11 +166,19 @@ class Scheduler:
                 self._plan_admissions(draft, effects)
             sequences = draft.chunks + draft.decodes
             if not sequences and len(self.line.running) <= num_running:
-                return None
-            # Otherwise: beams that were just admitted, with all but their newest tokens in the pool, step together.
+                break
+            # Otherwise: groups that were just admitted with all but their newest tokens in the pool go on at once.
+        moves = draft.moves
+        self.memory.seal(moves)
+        if not sequences and not moves:
+            # Whoever was preempted has left room for somebody.
+            return self.plan(now, effects) if draft.has_preempted else None
+        num_moved = len(moves.swaps_out) + len(moves.swaps_in)
+        self.counters.blocks_out += len(moves.swaps_out)
+        self.counters.blocks_in += len(moves.swaps_in)
         num_chunks = len(draft.chunks)
         counts = draft.chunk_counts + [1] * len(draft.decodes)
-        self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts))
+        self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts, num_moved))
         self._next_step += 1
         self.counters.steps += 1
         return StepPlan(
@@ -174,7 +189,9 @@ class Scheduler:
             grown_at=[at + num_chunks for at in draft.grown_at],
             grown_blocks=draft.grown_blocks,
             admits=draft.admits,
-            copies=draft.copies,
+            swaps_out=moves.swaps_out,
+            copies=moves.copies,
+            swaps_in=moves.swaps_in,
         )
 
     def _plan_decodes(self, draft: _Draft, effects: list[Effect]) -> list[Sequence]:
@@ -211,9 +228,8 @@ class Scheduler:
         if draft.budget < len(group.live):
             return
         num_needed = self._blocks_to_step(group)
-        while self.pool.num_available < num_needed:
-            if not self._give_way(draft, group, place, False, effects):
-                return
+        if not self._make_available(draft, num_needed, group, place, False, effects):
+            return
         for beam in group.live:
             if not self._make_room(draft, beam, place, True, effects):
                 raise LawBroken(f"no block for {beam}, though {num_needed} were counted")
@@ -260,11 +276,10 @@ class Scheduler:
         if not is_full and self.pool.is_writable(table.blocks[at]):
             return True
         needs_block = is_full or self.pool.refs(table.blocks[at]) > 1
-        while needs_block and self.pool.num_available == 0:
-            if not self._give_way(draft, sequence.group, place, was_granted, effects):
-                return False
+        if needs_block and not self._make_available(draft, 1, sequence.group, place, was_granted, effects):
+            return False
         if is_full:
-            taken = table.grow(1, draft.step)
+            taken = self.memory.grow(table, 1, draft.moves)
             sequence.capacity += self.block_size
             if not sequence.is_fresh:  # an Admit carries the whole table
                 draft.grown_at.append(len(draft.decodes))
@@ -272,23 +287,52 @@ class Scheduler:
         else:
             copy = table.make_writable(at, draft.step)
             if copy is not None:
-                draft.copies.append(copy)
+                draft.moves.copies.append(copy)
                 self.counters.block_copies += 1
                 if not sequence.is_fresh:
                     raise LawBroken(f"the table of {sequence} changes under its row")
         return True
 
-    def _give_way(self, draft: _Draft, asking: Group, place: int, was_granted: bool, effects: list[Effect]) -> bool:
-        """Somebody is preempted for `asking`. False where nobody can be, or where it was the asking group itself."""
-        loser = victim(self.line.running, place, was_granted)
-        if loser is None:
-            return False
-        if loser is asking and len(self.line.running) == 1:
-            self.line.fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
-            return False
-        self.line.preempt(loser, effects)
+    def _make_available(
+        self, draft: _Draft, num_blocks: int, asking: Group, place: int, was_granted: bool, effects: list[Effect]
+    ) -> bool:
+        """So many blocks can be taken now, if need be by preempting others. False: not in this plan."""
+        while self.pool.num_available < num_blocks:
+            if self.pool.num_available + len(draft.moves.device_reads) >= num_blocks:
+                return False  # blocks of a group that is being swapped out are free for the next plan
+            loser = victim(self.line.running, place, was_granted)
+            if loser is None:
+                return False
+            if loser is asking and len(self.line.running) == 1:
+                self.line.fail(loser, "the block pool is too small for this request; raise --kv-memory", effects)
+                return False
+            self._preempt(draft, loser, effects)
+            if loser is asking:
+                return False
+        return True
+
+    def _preempt(self, draft: _Draft, loser: Group, effects: list[Effect]) -> None:
         draft.has_preempted = True
-        return loser is not asking
+        pinned = [block for pin in self.line.pinned for block in pin.live[0].own_table.blocks]
+        if self._swaps(loser, pinned, draft.moves):
+            self.line.swap_out(loser, draft.moves, effects)
+        else:
+            self.line.recompute(loser, effects)
+
+    def _swaps(self, loser: Group, pinned: list[int], moves: Moves) -> bool:
+        """Whether a victim leaves by swap: where it may, and where that is predicted to cost less."""
+        has_computed = any(sequence.num_computed for sequence in loser.live)
+        if self.preemption is Preemption.RECOMPUTE or loser.has_followers or not has_computed:
+            return False
+        if not self.memory.can_swap_out(loser, pinned, moves):
+            return False
+        if self.preemption is Preemption.SWAP:
+            return True
+        num_out = self.memory.new_host_blocks(loser, pinned, moves)
+        num_in = blocks_for(max(s.num_computed for s in loser.live), self.block_size)
+        num_in += sum(blocks_for(s.num_generated, self.block_size) for s in loser.live[1:])
+        num_tokens = loser.live[0].num_computed + sum(s.num_generated for s in loser.live[1:])
+        return self.costs.swap_s(num_out, num_in) < self.costs.recompute_s(num_tokens)
 
     def _admit_fresh(self, draft: _Draft, sequence: Sequence) -> None:
         """Begin a new life on the row where one is due."""
@@ -320,57 +364,86 @@ class Scheduler:
             now_so = (group.request_id, self.pool.num_available, bool(self.line.running))
             if group.width > len(self.line.free_rows) or self._stuck == now_so:
                 return
-            hits = [self._hits(sequence) for sequence in group.live]
-            need = Need(group, hits, self.block_size)
-            spare = self.pool.num_available - need.num_blocks(self.pool)
-            if spare < (self._watermark if self.line.running else 0):
-                self._stuck = now_so
-                if self.line.running:
-                    return
-                self.line.fail(group, "the block pool is too small for this request; raise --kv-memory", effects)
+            if self._come_back(draft, group) if group.is_swapped else self._start(draft, group, effects):
+                self._stuck = None
                 continue
-            self._stuck = None
-            self._admit(draft, group, need, effects)
+            self._stuck = now_so
+            if self.line.running or draft.moves:
+                return
+            self.line.fail(group, "the block pool is too small for this request; raise --kv-memory", effects)
 
-    def _hits(self, sequence: Sequence) -> list[int]:
-        return self.index.match(sequence.chain, sequence.tokens, sequence.group.salt)
+    def _has_spare(self, num_blocks: int) -> bool:
+        return self.pool.num_available - num_blocks >= (self._watermark if self.line.running else 0)
+
+    def _start(self, draft: _Draft, group: Group, effects: list[Effect]) -> bool:
+        """Admit a group that has nothing but its tokens. False where it does not fit now."""
+        need = Need(group, [self.memory.hits(sequence) for sequence in group.live], self.block_size)
+        if not self._has_spare(need.num_blocks(self.pool)):
+            return False
+        self._admit(draft, group, need, effects)
+        return True
+
+    def _come_back(self, draft: _Draft, group: Group) -> bool:
+        """Admit a group that was swapped out. False where it does not fit now."""
+        restores = self.memory.restores(group)
+        if restores is None:
+            self.line.forget_swap(group)
+            return self._start(draft, group, [])
+        grown = [max(blocks_for(min(len(s.tokens), s.limit), self.block_size) - len(s.host), 0) for s in group.live]
+        if not self._has_spare(self.memory.num_restored(restores, sum(grown))):
+            return False
+        tables = self.memory.swap_in(group, restores, grown, draft.moves)
+        computed = [sequence.num_computed for sequence in group.live]
+        self.line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
+        self.line.num_swapped_in += 1
+        self._plan_first(draft, group, [])
+        return True
 
     def _admit(self, draft: _Draft, group: Group, need: Need, effects: list[Effect]) -> None:
         """Rows, tables and first chunks for the sequences of a group."""
         tables = [BlockTable(self.pool) for _ in group.live]
         for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
-            if not need.follows(i):
-                table.adopt(need.hits[i])
-        hits = [len(table.blocks) * self.block_size for table in tables]
-        pin, run = longest_pin(group.live[0].prompt, group.salt.value, self.line.pinned)
-        run = min(run, len(group.live[0].tokens) - 1)
+            self.memory.adopt(need.hits[i], table, draft.moves)
+        for i, table in enumerate(tables):
+            self.memory.bring_back(need.hits[i], table, draft.moves)
+        computed = [len(table.blocks) * self.block_size for table in tables]
         ends = [group.plan_end_of(sequence) for sequence in group.live]
         for i, table in enumerate(tables):
-            table.grow(need.taken[i], draft.step)
+            self.memory.grow(table, need.taken[i] - len(need.hits[i].host), draft.moves)
             if need.follows(i):
                 ends[i] = 0  # until the first one has computed what they share
-        at = hits[0] // self.block_size
-        if pin is not None and hits[0] < run <= hits[0] + self.block_size:
-            draft.copies.append((pin.live[0].own_table.blocks[at], tables[0].blocks[at]))
-            self.counters.block_copies += 1
-            hits[0] = run
-        self.line.start(group, tables, hits, ends, self.block_size)
+        computed[0] = self._copy_pinned(draft, group, tables[0], computed[0])
+        self.line.start(group, tables, computed, ends)
         group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
-        self._count_admission(group, hits, effects)
+        self._count_admission(group, computed, effects)
+        self._plan_first(draft, group, effects)
+
+    def _copy_pinned(self, draft: _Draft, group: Group, table: BlockTable, num_computed: int) -> int:
+        """What the prompt has in common with the last, partial block of a named prefix is copied, not computed."""
+        pin, run = longest_pin(group.live[0].prompt, group.salt.value, self.line.pinned)
+        run = min(run, len(group.live[0].tokens) - 1)
+        if pin is None or not num_computed < run <= num_computed + self.block_size:
+            return num_computed
+        at = num_computed // self.block_size
+        draft.moves.copies.append((pin.live[0].own_table.blocks[at], table.blocks[at]))
+        self.counters.block_copies += 1
+        return run
+
+    def _plan_first(self, draft: _Draft, group: Group, effects: list[Effect]) -> None:
         for sequence in list(group.live):
             if sequence.num_computed >= sequence.limit:
                 self.line.end(sequence, FinishReason.LENGTH, effects)
             elif draft.budget and sequence.plan_end > sequence.num_planned:
                 self._plan_chunk(draft, sequence)
 
-    def _count_admission(self, group: Group, hits: list[int], effects: list[Effect]) -> None:
+    def _count_admission(self, group: Group, computed: list[int], effects: list[Effect]) -> None:
         if not group.has_started:
             group.has_started = True
             self.counters.prompt_tokens += group.live[0].num_prompt
             if not isinstance(group, PinGroup):
-                effects.append(Started(group.request_id, hits[0]))
+                effects.append(Started(group.request_id, computed[0]))
         self.counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
-        self.counters.prefix_hit_tokens += sum(hits)
+        self.counters.prefix_hit_tokens += sum(computed)
 
     def evacuate(self) -> list[Group]:
         """The lease ended: nothing is under way any more, and everybody leaves."""
@@ -387,7 +460,7 @@ class Scheduler:
         if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < self.vocab_size:
             raise Disagreement("a token beyond the vocabulary")
         self.last_commit_at, self.last_step = now, flight.step
-        self._count_timings(result)
+        self._learn(flight, result)
         self._lose(result.lost, effects)
         logprobs = {entry.index: entry for entry in result.logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
@@ -415,7 +488,7 @@ class Scheduler:
         size, group = self.block_size, sequence.group
         if computed // size > before // size:
             full = sequence.own_table.blocks[: computed // size]
-            self.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
+            self.memory.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
         expected = 0 if computed < len(sequence.tokens) else group.num_draws
         if len(drawn) != expected:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
@@ -478,7 +551,7 @@ class Scheduler:
         """A row failed, or found KV that it could not read."""
         group = sequence.group
         if reason is None:
-            self.line.preempt(group, effects)
+            self.line.recompute(group, effects)
             return
         for member in group.live:
             for block in member.own_table.blocks:
@@ -488,18 +561,35 @@ class Scheduler:
     def _lose(self, lost: tuple[KvLost, ...], effects: list[Effect]) -> None:
         """Blocks whose content proved unreadable lose their names, and every table that holds them is recomputed."""
         for entry in lost:
-            if entry.tier is not Tier.DEVICE or entry.block >= self.pool.num_blocks:
+            pool = self.pool if entry.tier is Tier.DEVICE else self.memory.host
+            if entry.block >= pool.num_blocks:
                 raise Disagreement(f"a loss in block {entry.block} of the {entry.tier.name.lower()} tier")
+            if entry.tier is Tier.HOST:
+                self._lose_on_host(entry)
+                continue
             if self.pool.held_since(entry.block) > entry.step:
                 continue  # taken again since it was read
             self.pool.withdraw(entry.block)
             for group in self.line.holding(entry.block):
-                self.line.preempt(group, effects)
+                self.line.recompute(group, effects)
             for pin in self.line.pins_holding(entry.block):
                 self.line.unsettle(pin)
 
-    def _count_timings(self, result: StepResult) -> None:
+    def _lose_on_host(self, entry: KvLost) -> None:
+        """A host copy proved unreadable: no name, and no group comes back by it."""
+        if self.memory.host.held_since(entry.block) > entry.step:
+            return
+        self.memory.host.withdraw(entry.block)
+        for group in self.line.waiting:
+            if any(entry.block in sequence.host for sequence in group.live):
+                self.line.forget_swap(group)
+
+    def _learn(self, flight: Flight, result: StepResult) -> None:
+        """What the step cost, for the operators and for the next choice between swap and recompute."""
         counters, timings = self.counters, result.timings
+        self.costs.moved(flight.num_moved, timings.moves_s)
+        if max(flight.counts, default=0) > 1:
+            self.costs.computed(sum(flight.counts), timings.forward_s)
         counters.worker_idle_s += timings.idle_s
         counters.worker_apply_s += timings.apply_s
         counters.worker_forward_s += timings.forward_s

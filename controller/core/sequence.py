@@ -43,7 +43,7 @@ MOVES: dict[State, dict[State, str]] = {
     },
     State.SWAPPED: {
         State.RUNNING: "swapped in",
-        State.WAITING: "the lease ended",
+        State.WAITING: "the lease ended, or a block that it left behind is gone",
         State.FINISHED: "cancelled",
     },
     State.PINNED: {State.WAITING: "the lease ended, or blocks were lost", State.FINISHED: "the name was deleted"},
@@ -62,6 +62,7 @@ class Sequence:
         "epoch",
         "followers",
         "group",
+        "host",
         "index",
         "is_fresh",
         "limit",
@@ -90,6 +91,7 @@ class Sequence:
         self.table: BlockTable | None = None
         self.capacity = 0  # slots of the table
         self.is_fresh = False  # its next Advance needs an Admit first
+        self.host: list[int | None] = []  # SWAPPED: the host copy of each block, None where a pin keeps it
         self.followers: list[Sequence] = []  # wait for this one to compute the blocks that they will share
 
     @property
@@ -118,7 +120,7 @@ class Sequence:
     def start(self, row: int, table: BlockTable, num_computed: int, capacity: int, plan_end: int) -> None:
         """A life on a row begins; the next plan that advances it admits it."""
         self.move(State.RUNNING)
-        self.row, self.table, self.capacity = row, table, capacity
+        self.row, self.table, self.capacity, self.host = row, table, capacity, []
         self.num_computed = self.num_planned = num_computed
         self.plan_end = plan_end
         self.is_fresh = True
@@ -134,6 +136,14 @@ class Sequence:
         """The row is given up, the table kept. Returns the row."""
         self.move(State.PINNED)
         row, self.row = self.row, -1
+        return row
+
+    def swap_out(self, host: list[int | None]) -> int:
+        """The blocks went to the host; what was computed stays so, what was only planned does not. Returns the row."""
+        self.move(State.SWAPPED)
+        row, self.row, self.table, self.capacity, self.host = self.row, -1, None, 0, host
+        self.num_planned, self.plan_end = self.num_computed, 0
+        self.is_fresh = False
         return row
 
     def leave(self, to: State) -> int:
@@ -200,6 +210,14 @@ class Group:
         return len(self.live) if self.has_forked else self.n
 
     @property
+    def is_swapped(self) -> bool:
+        return bool(self.live) and self.live[0].state is State.SWAPPED
+
+    @property
+    def has_followers(self) -> bool:
+        return any(sequence.followers for sequence in self.live)
+
+    @property
     def num_draws(self) -> int:
         """Tokens that a sequence returns when it reaches the end of what it knows."""
         return 1 if self.has_forked else self.n
@@ -211,6 +229,9 @@ class Group:
     def indices(self) -> list[int]:
         """The choices that have not ended."""
         return [sequence.index for sequence in self.live] if self.has_forked else list(range(self.n))
+
+    def interrupted(self) -> None:
+        """The group left its rows in the middle of something. What was half heard is void."""
 
     def fork(self) -> list[Sequence]:
         """The one sequence becomes n, which share every block; each will append a draw of its own."""
