@@ -39,7 +39,7 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
             positions[sequence] += count
     for sequence in sequences:
         _validate_running(sequence, positions[sequence], block_size)
-        _validate_blocks(line.pool, sequence, block_size)
+        _validate_blocks(memory.device, sequence, block_size)
     for group in line.waiting:
         _validate_waiting(group)
 
