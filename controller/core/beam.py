@@ -124,7 +124,7 @@ class BeamGroup(Group):
         self.search = BeamSearch(settings, frozenset(sampling.stop_ids), max_tokens)
         self._heard: dict[int, list[tuple[int, float]]] = {}  # index of a beam -> its candidates in this step
         super().__init__(request_id, place, prompt, max_tokens, sampling, n, salt)
-        self.has_forked = False
+        self.has_forked, self.num_draws = False, self.search.num_candidates
         self.live[0].sampling = replace(sampling, choose=Candidates(self.search.num_candidates))
 
     @property
@@ -134,10 +134,6 @@ class BeamGroup(Group):
     @property
     def width(self) -> int:
         return self.search.settings.width
-
-    @property
-    def num_draws(self) -> int:
-        return self.search.num_candidates
 
     def indices(self) -> list[int]:
         return list(range(self.n))

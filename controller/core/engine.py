@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kilburn.controller.core import door, laws
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
+from kilburn.controller.core.commit import Disagreement
 from kilburn.controller.core.events import (
     Arrived,
     Cancel,
@@ -44,7 +45,7 @@ from kilburn.controller.core.placement import Home, choose
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
-from kilburn.controller.core.scheduler import Disagreement, Scheduler
+from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
 from kilburn.shared.digest import BlockHasher
@@ -194,7 +195,8 @@ class Engine:
         return door.objection(submit, [home.scheduler for home in self._homes.values()])
 
     def _pin(self, pin: Pin, effects: list[Effect]) -> None:
-        prefix = Prefix(pin.prefix_id, pin.tokens, Salt() if pin.is_public else Salt(pin.salt), pin.is_public)
+        salt = Salt() if pin.is_public else Salt(pin.salt, public_run(pin.tokens, self._prefixes.values()))
+        prefix = Prefix(pin.prefix_id, pin.tokens, salt, pin.is_public)
         if self._is_closing:
             effects.append(Refused(pin.prefix_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
             return
@@ -213,7 +215,9 @@ class Engine:
         """Have a worker group compute and hold a prefix; returns the reason where it cannot."""
         self._num_arrivals += 1
         group = PinGroup(prefix, self._num_arrivals)
-        reason = home.scheduler.objection_to_pin(group, self.settings.most_pinned)
+        reason = home.scheduler.objection_to_pin(
+            group, self.settings.most_pinned, [homeless.group for homeless in self._homeless]
+        )
         if reason is None:
             home.scheduler.line.enqueue(group)
         return reason
@@ -235,7 +239,7 @@ class Engine:
             self._forget_ended(home)
             return
         for sequence in list(group.live):
-            if sequence.index == index and group.has_forked:
+            if sequence.index == index and group.has_forked and not isinstance(group, BeamGroup):
                 sequence.move(State.FINISHED)
                 group.live.remove(sequence)
                 effects.append(Finished(request_id, index, FinishReason.STOP))
@@ -406,6 +410,8 @@ class Engine:
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
+        if home.lease.state is LeaseState.DRAINING:
+            return  # a named prefix is not waited for, and not begun
         while len(scheduler.flights) < self.settings.depth:
             plan = scheduler.plan(now, effects)
             if plan is None:

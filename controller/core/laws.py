@@ -12,6 +12,8 @@ from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.shared.types import LawBroken
 
+FAILED = "the server's block accounting failed for this request"
+
 
 def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block_size: int) -> None:
     """Everything that must hold between events. `in_flight`: (sequence, epoch, positions) of every plan under way."""
@@ -78,13 +80,33 @@ def _validate_blocks(pool: BlockPool, sequence: Sequence, block_size: int) -> No
 
 def contain(line: Lineup, effects: list[Effect]) -> None:
     """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
-    tables = {group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in line.running}
-    suspects = line.memory.device.suspects(tables.values())
+    _contain_device(line, effects)
+    _contain_host(line, effects)
+
+
+def _contain_device(line: Lineup, effects: list[Effect]) -> None:
+    holders: list[Group] = [*line.running, *line.pinned]
+    tables = [[block for s in group.live if s.table for block in s.table.blocks] for group in holders]
+    suspects = line.memory.device.suspects(tables)
     for block in suspects:
         line.memory.device.quarantine(block)
-    for group in list(line.running):
-        if suspects.isdisjoint(tables[group.request_id]):
+    for group, table in zip(holders, tables, strict=True):
+        if suspects.isdisjoint(table):
             continue
         for sequence in group.live:
             sequence.table = None  # its references are not to be trusted
-        line.fail(group, "the server's block accounting failed for this request", effects)
+        line.fail(group, FAILED, effects)
+
+
+def _contain_host(line: Lineup, effects: list[Effect]) -> None:
+    holders = [group for group in line.waiting if group.is_swapped]
+    copies = [[block for s in group.live for block in s.host if block is not None] for group in holders]
+    suspects = line.memory.host.suspects(copies)
+    for block in suspects:
+        line.memory.host.quarantine(block)
+    for group, held in zip(holders, copies, strict=True):
+        if suspects.isdisjoint(held):
+            continue
+        for sequence in group.live:
+            sequence.host = []
+        line.fail(group, FAILED, effects)

@@ -9,6 +9,7 @@ included. The one thing that this file does to memory is to let go of it.
 
 from bisect import insort
 
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind
 from kilburn.controller.core.memory import Memory, Moves
@@ -40,6 +41,11 @@ class Lineup:
     @property
     def all_pins(self) -> list[PinGroup]:
         return [group for group in (*self.pinned, *self.running, *self.waiting) if isinstance(group, PinGroup)]
+
+    @property
+    def pinned_blocks(self) -> list[int]:
+        """What complete prefixes hold."""
+        return [block for pin in self.pinned for block in pin.live[0].own_table.blocks]
 
     def holding(self, block: int) -> list[Group]:
         """The running groups that hold a block."""
@@ -81,8 +87,7 @@ class Lineup:
 
     def swap_out(self, group: Group, moves: Moves, effects: list[Effect]) -> None:
         """The group goes back to its place in the line, and what it computed to the host."""
-        pinned = [block for pin in self.pinned for block in pin.live[0].own_table.blocks]
-        hosts = self.memory.swap_out(group, pinned, moves)
+        hosts = self.memory.swap_out(group, self.pinned_blocks, moves)
         self.running.remove(group)
         for sequence, host in zip(group.live, hosts, strict=True):
             self.free_rows.append(sequence.swap_out(host))
@@ -146,7 +151,9 @@ class Lineup:
     # --- ends
 
     def stop(self, group: Group, index: int, effects: list[Effect]) -> None:
-        """The text layer found a stop string in one sequence."""
+        """The text layer found a stop string in one sequence. Beams have no text before the search is over."""
+        if isinstance(group, BeamGroup):
+            return
         for sequence in group.live:
             if sequence.index == index and group.has_forked:
                 if sequence.state is not State.RUNNING:
@@ -202,4 +209,7 @@ class Lineup:
     def fail(self, group: Group, message: str, effects: list[Effect]) -> None:
         indices = group.indices()
         self.cancel(group)
+        if isinstance(group, PinGroup):
+            effects.append(Note(NoteKind.NOT_PINNED, f"prefix {group.request_id}: {message}"))
+            return
         effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)

@@ -72,6 +72,7 @@ class Memory:
         self.device, self.host, self.block_size = device, host, block_size
         self.index = PrefixIndex(device, hasher, block_size)
         self._host_index = PrefixIndex(host, hasher, block_size)
+        self._origins: dict[int, tuple[int, int]] = {}  # device block -> (host block that filled it, step)
         self.num_saved = 0  # evicted blocks that went to the host
         self.num_host_hits = 0  # blocks that came back by their name
 
@@ -109,10 +110,20 @@ class Memory:
         moves.host_reads.append(copy)  # cached once the plan is sealed, and so not taken again by it
         self.num_saved += 1
 
-    def hits(self, sequence: Sequence) -> Hits:
-        """What of a sequence's known tokens need not be computed."""
+    def grow_for_move(self, table: BlockTable, moves: Moves) -> int:
+        """A new block at a table's end, which a copy or a swap in of this plan will fill.
+
+        What it held is not kept: the worker runs moves in batches, and none may read what a later batch fills.
+        """
+        (block,) = table.grow(1, moves.step)
+        return block
+
+    def hits(self, sequence: Sequence, pinned: list[int]) -> Hits:
+        """What of a sequence's known tokens need not be computed. `pinned`: blocks of a prefix that it begins with."""
         chain, tokens, salt = sequence.chain, sequence.tokens, sequence.group.salt
-        device = self.index.match(chain, tokens, salt)
+        # Not by name, which another block with the same content may have had first, and lost.
+        device = pinned[: (len(tokens) - 1) // self.block_size]
+        device = device + self.index.match(chain, tokens, salt, len(device))
         return Hits(device, self._host_index.match(chain, tokens, salt, len(device)))
 
     def adopt(self, hits: Hits, table: BlockTable, moves: Moves) -> None:
@@ -124,9 +135,28 @@ class Memory:
 
     def bring_back(self, hits: Hits, table: BlockTable, moves: Moves) -> None:
         """Blocks for the hits on the host, at the table's end, and the moves that fill them."""
-        blocks = table.grow(len(hits.host), moves.step)
-        moves.swaps_in.extend(zip(hits.host, blocks, strict=True))
-        self.num_host_hits += len(blocks)
+        for host in hits.host:
+            self._fill(self.grow_for_move(table, moves), host, moves)
+        self.num_host_hits += len(hits.host)
+
+    def _fill(self, block: int, host: int, moves: Moves) -> None:
+        moves.swaps_in.append((host, block))
+        self._origins[block] = (host, moves.step)
+
+    # --- content that is not to be trusted
+
+    def distrust(self, chain: Iterable[bytes]) -> None:
+        """Blocks with these names may hold anything: no further hits, on either tier."""
+        for pool in (self.device, self.host):
+            for digest in chain:
+                block = pool.find(digest)
+                if block is not None:
+                    pool.withdraw(block)
+
+    def origin(self, block: int) -> int | None:
+        """The host block that filled a device block, if each still holds what it did then."""
+        host, step = self._origins.get(block, (-1, -1))
+        return host if step >= 0 and self.device.held_since(block) == step >= self.host.held_since(host) else None
 
     # --- a group leaves for the host
 
@@ -196,15 +226,21 @@ class Memory:
 
     # --- and comes back
 
-    def restores(self, group: Group) -> list[Restore] | None:
-        """How each live sequence of a swapped group comes back; None where a block is nowhere any more."""
+    def restores(self, group: Group, pinned: list[int]) -> list[Restore] | None:
+        """How each live sequence of a swapped group comes back; None where a block is nowhere any more.
+
+        `pinned`: blocks of a named prefix that its prompt begins with.
+        """
         restores: list[Restore] = []
         for sequence in group.live:
             found: list[int | None] = []
             sources: list[tuple[int, int] | None] = []
             num_full = sequence.num_computed // self.block_size
             for i, source in enumerate(sequence.host):
-                block = self.index.find(sequence.chain, i, sequence.tokens) if i < num_full else None
+                block = None
+                if i < num_full:
+                    is_pinned = i < len(pinned)
+                    block = pinned[i] if is_pinned else self.index.find(sequence.chain, i, sequence.tokens)
                 if block is None and source is None:
                     return None
                 found.append(block)
@@ -245,7 +281,7 @@ class Memory:
             return filled[key]
         (block,) = self.device.take(1, moves.step)
         filled[key] = block
-        moves.swaps_in.append((host, block))
+        self._fill(block, host, moves)
         return block
 
     def forget(self, sequence: Sequence) -> None:

@@ -67,6 +67,7 @@ class Sequence:
         "is_fresh",
         "limit",
         "num_computed",
+        "num_named",
         "num_planned",
         "num_prompt",
         "plan_end",
@@ -85,6 +86,7 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_ids)
         self.chain: list[bytes] = []  # digests of the leading full blocks, a pure function of tokens and salt
         self.num_computed = self.num_planned = self.plan_end = 0
+        self.num_named = 0  # leading blocks of the table that were given their names in this life
         self.epoch = 0
         self.state = State.WAITING
         self.row = -1
@@ -122,7 +124,7 @@ class Sequence:
         self.move(State.RUNNING)
         self.row, self.table, self.capacity, self.host = row, table, capacity, []
         self.num_computed = self.num_planned = num_computed
-        self.plan_end = plan_end
+        self.plan_end, self.num_named = plan_end, 0
         self.is_fresh = True
 
     def fork(self, index: int, row: int) -> "Sequence":
@@ -130,6 +132,7 @@ class Sequence:
         child = Sequence(self.group, index, list(self.tokens), self.num_prompt, self.limit, self.sampling)
         child.chain = list(self.chain)
         child.start(row, self.own_table.fork(), self.num_computed, self.capacity, self.plan_end)
+        child.num_named = self.num_named
         return child
 
     def pin(self) -> int:
@@ -178,7 +181,7 @@ class Group:
     Until its fork a group of n is one sequence whose first draw will be n draws; `live` holds those not finished.
     """
 
-    __slots__ = ("has_forked", "has_started", "live", "n", "place", "request_id", "reserved_rows", "salt")
+    __slots__ = ("has_forked", "has_started", "live", "n", "num_draws", "place", "request_id", "reserved_rows", "salt")
 
     def __init__(
         self,
@@ -194,6 +197,7 @@ class Group:
         self.has_started = False
         # With max_tokens 0 nothing is drawn, so there is nothing to fork at: the choices are one result n times.
         self.has_forked = n == 1
+        self.num_draws = n  # tokens that a sequence returns when it reaches the end of what it knows
         sampling = replace(sampling, choose=Draws(0, n))
         limit = len(prompt) + max_tokens - 1
         self.live = [Sequence(self, 0, list(prompt), len(prompt), limit, sampling)]
@@ -217,11 +221,6 @@ class Group:
     def has_followers(self) -> bool:
         return any(sequence.followers for sequence in self.live)
 
-    @property
-    def num_draws(self) -> int:
-        """Tokens that a sequence returns when it reaches the end of what it knows."""
-        return 1 if self.has_forked else self.n
-
     def plan_end_of(self, sequence: Sequence) -> int:
         """How far planning may go before something is committed."""
         return sequence.limit if self.has_forked else min(sequence.limit, sequence.num_prompt)
@@ -239,7 +238,7 @@ class Group:
         if parent.num_planned != parent.num_computed:
             raise LawBroken(f"fork of {parent} with work in flight")
         sampling = parent.sampling
-        self.has_forked = True
+        self.has_forked, self.num_draws = True, 1
         for index in range(1, self.n):
             self.live.append(parent.fork(index, self.reserved_rows.pop()))
         parent.is_fresh = True

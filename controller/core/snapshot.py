@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
-from kilburn.controller.core.scheduler import Counters
+from kilburn.controller.core.step import Counters
 
 
 @dataclass(frozen=True, slots=True)

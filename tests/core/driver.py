@@ -265,7 +265,8 @@ class Hand:
         return group
 
     def preemptions(self) -> list[str]:
-        return [note.text for note in self.log.notes if note.kind is NoteKind.PREEMPTED]
+        """The requests, in order."""
+        return [note.text.split(",")[0] for note in self.log.notes if note.kind is NoteKind.PREEMPTED]
 
     def expect_empty(self, peer: bytes = b"w-1") -> None:
         """Nothing is left of any request: no block, no row, no entry."""
