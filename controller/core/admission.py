@@ -54,6 +54,18 @@ class Admission:
         pin, run = longest_pin(group.live[0].prompt, group.salt.value, self._line.pinned)
         return ([], 0) if pin is None else (pin.live[0].own_table.blocks, run)
 
+    def would_hold_less(self, group: Group) -> bool:
+        """Whether a running group, admitted again, would share more of a named prefix than it does.
+
+        It may have begun before the prefix was complete, though it was accepted because it shares it.
+        """
+        if any(isinstance(waiting, PinGroup) for waiting in self._line.waiting):
+            return True
+        first = group.live[0]
+        pinned, run = self._pinned_run(group)
+        shared = pinned[: min(run, first.num_prompt - 1) // self._block_size]
+        return first.own_table.blocks[: len(shared)] != shared
+
     # --- those who were swapped out
 
     def _come_back(self, draft: Draft, group: Group, effects: list[Effect]) -> bool:
@@ -70,7 +82,7 @@ class Admission:
         computed = [sequence.num_computed for sequence in group.live]
         self._line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
         self._line.num_swapped_in += 1
-        self._plan_first(draft, group, effects)
+        self._plan_first(draft, group)
         return True
 
     # --- those who have nothing but their tokens
@@ -82,6 +94,12 @@ class Admission:
         need = Need(group, [self._memory.hits(sequence, shared) for sequence in group.live], self._block_size)
         if not self._has_spare(need.num_blocks(self._pool)):
             return False
+        first = group.live[0]
+        if self._after_copy(group, need.hits[0].num_blocks * self._block_size, run) >= first.limit:
+            self._line.start(group, [BlockTable(self._pool)], [first.limit], [first.limit])
+            self._count(group, [first.limit], effects)
+            self._line.end(first, FinishReason.LENGTH, effects)  # nothing to draw, and nothing to compute
+            return True
         tables = [BlockTable(self._pool) for _ in group.live]
         for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
             self._memory.adopt(need.hits[i], table, draft.moves)
@@ -89,7 +107,12 @@ class Admission:
             self._memory.bring_back(need.hits[i], table, draft.moves)
         computed = [len(table.blocks) * self._block_size for table in tables]
         ends = [group.plan_end_of(sequence) for sequence in group.live]
-        computed[0] = self._copy_pinned(draft, group, tables[0], computed[0], pinned, run)
+        after_copy = self._after_copy(group, computed[0], run)
+        if after_copy > computed[0]:
+            source = pinned[computed[0] // self._block_size]
+            draft.moves.copies.append((source, self._memory.grow_for_move(tables[0], draft.moves)))
+            self._counters.block_copies += 1
+            computed[0] = after_copy
         for i, table in enumerate(tables):
             total = need.taken[i] + len(need.hits[i].device)
             self._memory.grow(table, total - len(table.blocks), draft.moves)
@@ -97,30 +120,22 @@ class Admission:
                 ends[i] = 0  # until the first one has computed what they share
         self._line.start(group, tables, computed, ends)
         group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
+        self._line.lead(group.live[0])  # what it found may be all that they wait for
         self._count(group, computed, effects)
-        self._plan_first(draft, group, effects)
+        self._plan_first(draft, group)
         return True
 
-    def _copy_pinned(
-        self, draft: Draft, group: Group, table: BlockTable, num_computed: int, pinned: list[int], run: int
-    ) -> int:
-        """What the prompt has in common with the last, partial block of a named prefix is copied, not computed.
+    def _after_copy(self, group: Group, num_computed: int, run: int) -> int:
+        """How far the first sequence has come once what it shares of a prefix's next block is copied.
 
-        Returns how many positions are computed then.
+        That block would be written at once, so it is copied, not shared: mostly it is the prefix's last, partial one.
         """
         run = min(run, len(group.live[0].tokens) - 1)
-        if not num_computed < run <= num_computed + self._block_size:
-            return num_computed
-        source = pinned[num_computed // self._block_size]
-        draft.moves.copies.append((source, self._memory.grow_for_move(table, draft.moves)))
-        self._counters.block_copies += 1
-        return run
+        return run if num_computed < run <= num_computed + self._block_size else num_computed
 
-    def _plan_first(self, draft: Draft, group: Group, effects: list[Effect]) -> None:
-        for sequence in list(group.live):
-            if sequence.num_computed >= sequence.limit:
-                self._line.end(sequence, FinishReason.LENGTH, effects)
-            elif draft.budget and sequence.plan_end > sequence.num_planned:
+    def _plan_first(self, draft: Draft, group: Group) -> None:
+        for sequence in group.live:
+            if draft.budget and sequence.plan_end > sequence.num_planned:
                 draft.add_chunk(sequence)
 
     def _count(self, group: Group, computed: list[int], effects: list[Effect]) -> None:

@@ -54,10 +54,11 @@ class Commit:
     def _advance(
         self, sequence: Sequence, count: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
     ) -> None:
-        computed = sequence.num_computed = sequence.num_computed + count
-        group = sequence.group
-        if computed >= (sequence.num_named + 1) * self._block_size:
-            self._name_full(sequence)
+        before, size, group = sequence.num_computed, self._block_size, sequence.group
+        computed = sequence.num_computed = before + count
+        if computed // size > before // size:
+            full = sequence.own_table.blocks[: computed // size]
+            self._memory.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
         expected = 0 if computed < len(sequence.tokens) else group.num_draws
         if expected != 1 or type(group) is not Group:
             self._advance_rarely(sequence, expected, drawn, logprobs, effects)
@@ -65,7 +66,7 @@ class Commit:
         if len(drawn) != 1:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected 1")
         if sequence.followers:
-            self._lead(sequence)
+            self._line.lead(sequence)
         self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
 
     def _advance_rarely(
@@ -76,7 +77,7 @@ class Commit:
         if len(drawn) != expected:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
         if sequence.followers:
-            self._lead(sequence)
+            self._line.lead(sequence)
         if isinstance(group, PinGroup) and computed >= sequence.limit:
             self._line.pin(group)  # its draw is of no use to anybody
             effects.append(Pinned(group.request_id, self._name, len(sequence.own_table.blocks)))
@@ -87,13 +88,6 @@ class Commit:
                 self._append(child, drawn[i], _entries(logprobs, i), effects)
         elif computed >= sequence.limit:
             self._line.end(sequence, FinishReason.LENGTH, effects)
-
-    def _name_full(self, sequence: Sequence) -> None:
-        """Full blocks become findable: those that the step filled, and after an admission those brought back."""
-        num_full = sequence.num_computed // self._block_size
-        full = sequence.own_table.blocks[:num_full]
-        self._memory.index.publish(sequence.chain, sequence.tokens, full, sequence.num_named, sequence.group.salt)
-        sequence.num_named = num_full
 
     def _append(
         self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
@@ -122,19 +116,6 @@ class Commit:
             outcome = Beam(group.request_id, i, kept.tokens, kept.cumulative, kept.score, kept.reason)
             effects.append(outcome)
 
-    def _lead(self, leader: Sequence) -> None:
-        """The blocks that a recomputed group has in common are computed: its other sequences share them and go on."""
-        num_common = leader.num_prompt // self._block_size
-        if leader.num_computed < num_common * self._block_size:
-            return
-        for sequence in leader.followers:
-            sequence.own_table.adopt_front(leader.own_table.blocks[:num_common])
-            sequence.capacity += num_common * self._block_size
-            sequence.num_computed = sequence.num_planned = num_common * self._block_size
-            sequence.num_named = num_common
-            sequence.plan_end = sequence.group.plan_end_of(sequence)
-        leader.followers = []
-
     # --- what did not
 
     def _unwell(self, sequence: Sequence, reason: str | None, effects: list[Effect]) -> None:
@@ -156,22 +137,27 @@ class Commit:
             if pool.held_since(entry.block) > entry.step:
                 continue  # taken again since it was read
             if entry.tier is Tier.HOST:
-                self._lose_on_host(entry.block)
+                self._lose_on_host(entry.block, effects)
             else:
                 self._lose_on_device(entry.block, effects)
 
     def _lose_on_device(self, block: int, effects: list[Effect]) -> None:
         origin = self._memory.origin(block)
         if origin is not None:
-            self._lose_on_host(origin)  # it was filled from there, and would be again
+            self._lose_on_host(origin, effects)  # it was filled from there, and would be again
+        self._withdraw(block, effects)
+
+    def _withdraw(self, block: int, effects: list[Effect]) -> None:
         self._memory.device.withdraw(block)
         for group in self._line.holding(block):
             self._line.recompute(group, effects)
         for pin in self._line.pins_holding(block):
             self._line.unsettle(pin)
 
-    def _lose_on_host(self, block: int) -> None:
-        """A host copy proved unreadable: no name, and no group comes back by it."""
+    def _lose_on_host(self, block: int, effects: list[Effect]) -> None:
+        """A host copy proved unreadable: no name, no group comes back by it, and what it filled is no better."""
+        for filled in self._memory.filled_from(block):
+            self._withdraw(filled, effects)
         self._memory.host.withdraw(block)
         for group in self._line.waiting:
             if any(block in sequence.host for sequence in group.live):

@@ -188,7 +188,7 @@ class Engine:
     def _refusal(self, submit: Submit) -> Refused | None:
         if self._is_closing:
             return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
-        num_waiting = len(self._homeless) + sum(len(home.scheduler.line.waiting) for home in self._homes.values())
+        num_waiting = len(self._homeless) + sum(home.scheduler.line.num_waiting for home in self._homes.values())
         if num_waiting >= self.settings.max_waiting:
             message = f"{num_waiting} requests are waiting; try again later"
             return Refused(submit.request_id, Refusal.QUEUE_FULL, message)

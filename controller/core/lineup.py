@@ -56,6 +56,12 @@ class Lineup:
 
     # --- on to the rows
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait. Named prefixes are before them in line, and no requests."""
+        num_pins = next((i for i, g in enumerate(self.waiting) if not isinstance(g, PinGroup)), len(self.waiting))
+        return len(self.waiting) - num_pins
+
     def enqueue(self, group: Group) -> None:
         insort(self.waiting, group, key=lambda g: g.place)
 
@@ -75,6 +81,19 @@ class Lineup:
             capacity = len(table.blocks) * self.memory.block_size
             sequence.start(self.free_rows.pop(), table, num_computed, capacity, plan_end)
         group.reserved_rows = [self.free_rows.pop() for _ in range(group.width - len(group.live))]
+
+    def lead(self, leader: Sequence) -> None:
+        """Once the blocks that a recomputed group has in common are there, its other sequences share them and go on."""
+        size = self.memory.block_size
+        num_common = leader.num_prompt // size
+        if leader.num_computed < num_common * size:
+            return
+        for sequence in leader.followers:
+            sequence.own_table.adopt_front(leader.own_table.blocks[:num_common])
+            sequence.capacity += num_common * size
+            sequence.num_computed = sequence.num_planned = num_common * size
+            sequence.plan_end = sequence.group.plan_end_of(sequence)
+        leader.followers = []
 
     # --- off the rows
 

@@ -85,10 +85,18 @@ class Memory:
         """The plan is complete: what its moves read is free for the next one."""
         for block, name in moves.names:
             self.host.publish(block, name)
+        for host, block in moves.swaps_in:
+            brought = self.host.name_of(host)
+            if brought is not None:
+                self.device.publish(block, brought)
         self.device.drop(moves.device_reads)
         self.host.drop(moves.host_reads)
         moves.device_reads, moves.host_reads = [], []
         self.host.journal = NameJournal()  # hints speak of the device only
+
+    def filled_from(self, host: int) -> list[int]:
+        """Device blocks that still hold what they were filled with from a host block."""
+        return [block for block in self._origins if self.origin(block) == host]
 
     # --- the device pool grows a table
 
@@ -236,6 +244,7 @@ class Memory:
             found: list[int | None] = []
             sources: list[tuple[int, int] | None] = []
             num_full = sequence.num_computed // self.block_size
+            self.index.extend(sequence.chain, sequence.tokens, num_full, group.salt)
             for i, source in enumerate(sequence.host):
                 block = None
                 if i < num_full:

@@ -76,7 +76,5 @@ class PrefixIndex:
         size = self._block_size
         self.extend(chain, tokens, len(blocks), salt)
         for i in range(first, len(blocks)):
-            if self._pool.name_of(blocks[i]) is not None:
-                continue  # it was found by it
             parent = chain[i - 1] if i else ROOT
             self._pool.publish(blocks[i], Name(chain[i], parent, tuple(tokens[i * size : (i + 1) * size])))

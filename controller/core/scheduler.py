@@ -240,7 +240,7 @@ class Scheduler:
             loser = victim(self.line.running, place, was_granted)
             if loser is None:
                 return False
-            if loser is asking and len(self.line.running) == 1:
+            if loser is asking and len(self.line.running) == 1 and not self.admission.would_hold_less(asking):
                 self.line.fail(loser, TOO_SMALL, effects)
                 return False
             self._preempt(draft, loser, effects)

@@ -67,7 +67,6 @@ class Sequence:
         "is_fresh",
         "limit",
         "num_computed",
-        "num_named",
         "num_planned",
         "num_prompt",
         "plan_end",
@@ -86,7 +85,6 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_ids)
         self.chain: list[bytes] = []  # digests of the leading full blocks, a pure function of tokens and salt
         self.num_computed = self.num_planned = self.plan_end = 0
-        self.num_named = 0  # leading blocks of the table that were given their names in this life
         self.epoch = 0
         self.state = State.WAITING
         self.row = -1
@@ -124,7 +122,7 @@ class Sequence:
         self.move(State.RUNNING)
         self.row, self.table, self.capacity, self.host = row, table, capacity, []
         self.num_computed = self.num_planned = num_computed
-        self.plan_end, self.num_named = plan_end, 0
+        self.plan_end = plan_end
         self.is_fresh = True
 
     def fork(self, index: int, row: int) -> "Sequence":
@@ -132,7 +130,6 @@ class Sequence:
         child = Sequence(self.group, index, list(self.tokens), self.num_prompt, self.limit, self.sampling)
         child.chain = list(self.chain)
         child.start(row, self.own_table.fork(), self.num_computed, self.capacity, self.plan_end)
-        child.num_named = self.num_named
         return child
 
     def pin(self) -> int:

@@ -24,15 +24,17 @@ from kilburn.shared.messages import (
     Gone,
     Goodbye,
     Hello,
+    KvLost,
     Reject,
     StepFailed,
     StepPlan,
     StepResult,
+    Timings,
     Welcome,
 )
 from kilburn.shared.types import Tier
 
-Filling = tuple[int, int]  # (block, generation): one content of a block
+Filling = tuple[Tier, int, int]  # (tier, block, generation): one content of a block
 
 
 class Surroundings(Protocol):
@@ -61,6 +63,8 @@ class Body:
     silence_s: float
     step_s: float
     heard_s: float
+    move_s: float
+    compute_s: float
     lease: int | None = None
     worker: FakeWorker | None = None  # None also while a lease that this body gave up is not over yet
     is_alive: bool = True
@@ -69,6 +73,7 @@ class Body:
     damage: dict[int, Damage] = field(default_factory=dict)  # by step
     known_lost: dict[Filling, int] = field(default_factory=dict)  # -> the turn from which the core knows
     known_bad: dict[Filling, int] = field(default_factory=dict)
+    origins: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # block -> its generation, host's and its
 
     def greet(self, world: Surroundings) -> None:
         self.lease = self.worker = None
@@ -91,7 +96,7 @@ class Body:
             case Welcome(lease):
                 self.lease = lease
                 self.worker = FakeWorker(lease, limits_of(self.hello), self.hello.vocab_size)
-                self.damage, self.known_lost, self.known_bad = {}, {}, {}
+                self.damage, self.known_lost, self.known_bad, self.origins = {}, {}, {}, {}
                 self.free_at_s = world.now
             case Gone(lease) if self.lease == lease:
                 self.greet(world)
@@ -136,22 +141,57 @@ class Body:
         admitted = {admit.row for admit in plan.admits} if faults.bad_row else set()
         bad_rows = [row for row in plan.rows if rng.random() < faults.bad_row * (6 if row in admitted else 1)]
         lost_blocks: list[int] = []
-        if faults.lost_block and rng.random() < faults.lost_block:
+        if plan.rows and faults.lost_block and rng.random() < faults.lost_block:
             row = worker.rows.get(rng.choice(plan.rows))
             if row is not None and row.table:
                 lost_blocks.append(rng.choice(row.table))
-        result = worker.run(plan, bad_rows, lost_blocks)
+        lost_host = []
+        if plan.swaps_in and faults.lost_host and rng.random() < faults.lost_host:
+            lost_host.append(rng.choice(plan.swaps_in)[0])
+        self._refuse_known_lost(worker, plan, turn)
+        result = worker.run(plan, bad_rows, lost_blocks, lost_host)
+        for source, block in plan.swaps_in:
+            self.origins[block] = self._origin(worker, source, block)
         pool = worker.pools[Tier.DEVICE]
-        generations = pool.generations
-        damage = Damage([(lost.block, generations[lost.block]) for lost in result.lost], [])
+        damage = Damage([], [])
+        for lost in result.lost:
+            if lost.step == plan.step:  # otherwise a dead row says it again
+                damage.lost += self._fillings_lost(worker, lost)
         for filling in damage.lost:
             if self.known_lost.get(filling, turn + 1) <= turn:
-                raise ContractBroken(f"a plan reads block {filling[0]}, which the core knows to be lost")
+                tier, block, _ = filling
+                raise ContractBroken(f"a plan reads {tier.name.lower()} block {block}, which the core knows to be lost")
         for index in result.failed:
             row = worker.rows[plan.rows[index]]
-            damage.bad += [(b, generations[b]) for b in row.table if pool.has_bad_cell(b)]
+            damage.bad += [(Tier.DEVICE, b, pool.generations[b]) for b in row.table if pool.has_bad_cell(b)]
         self.damage[plan.step] = damage
+        num_moved = len(plan.swaps_out) + len(plan.swaps_in)
+        result.timings = Timings(
+            moves_s=self.move_s * num_moved * rng.uniform(0.5, 1.5),
+            forward_s=self.compute_s * sum(plan.counts) * rng.uniform(0.5, 1.5),
+        )
         return result
+
+    def _origin(self, worker: FakeWorker, source: int, block: int) -> tuple[int, int, int]:
+        device, host = worker.pools[Tier.DEVICE].generations, worker.pools[Tier.HOST].generations
+        return device[block], source, host[source]
+
+    def _refuse_known_lost(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
+        """Nothing is swapped in from a host block that the core knew to be lost when it sent the plan."""
+        generations = worker.pools[Tier.HOST].generations
+        for source, _ in plan.swaps_in:
+            if self.known_lost.get((Tier.HOST, source, generations[source]), turn + 1) <= turn:
+                raise ContractBroken(f"host block {source} is swapped in, which the core knows to be lost")
+
+    def _fillings_lost(self, worker: FakeWorker, lost: KvLost) -> list[Filling]:
+        """What the core learns from one loss: the block, and the host block that had filled it."""
+        pool, host = worker.pools[lost.tier], worker.pools[Tier.HOST]
+        fillings = [(lost.tier, lost.block, pool.generations[lost.block])]
+        if lost.tier is Tier.DEVICE:
+            generation, source, source_generation = self.origins.get(lost.block, (-1, -1, -1))
+            if pool.generations[lost.block] == generation and host.generations[source] == source_generation:
+                fillings.append((Tier.HOST, source, source_generation))
+        return fillings
 
     def _refuse_known_bad(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
         """No row may begin on blocks whose failure the core knew when it sent the plan."""
@@ -161,7 +201,7 @@ class Body:
         generations = worker.pools[Tier.DEVICE].generations
         for admit in plan.admits:
             for block in admit.blocks[: blocks_for(admit.start, worker.limits.block_size)]:
-                known = self.known_bad.get((block, generations[block]), turn + 1)
+                known = self.known_bad.get((Tier.DEVICE, block, generations[block]), turn + 1)
                 if block not in filled and known <= turn:
                     raise ContractBroken(f"row {admit.row} begins on block {block}, which a failed row had filled")
 
