@@ -110,7 +110,7 @@ class Admission:
         after_copy = self._after_copy(group, computed[0], run)
         if after_copy > computed[0]:
             source = pinned[computed[0] // self._block_size]
-            draft.moves.copies.append((source, self._memory.grow_for_move(tables[0], draft.moves)))
+            self._memory.copy_at_end(source, tables[0], draft.moves)
             self._counters.block_copies += 1
             computed[0] = after_copy
         for i, table in enumerate(tables):

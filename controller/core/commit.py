@@ -131,7 +131,7 @@ class Commit:
     def _lose(self, lost: tuple[KvLost, ...], effects: list[Effect]) -> None:
         """Blocks whose content proved unreadable lose their names, and every table that holds them is recomputed."""
         for entry in lost:
-            pool = self._memory.device if entry.tier is Tier.DEVICE else self._memory.host
+            pool = self._memory.pool(entry.tier)
             if entry.block >= pool.num_blocks:
                 raise Disagreement(f"a loss in block {entry.block} of the {entry.tier.name.lower()} tier")
             if pool.held_since(entry.block) > entry.step:
@@ -142,9 +142,11 @@ class Commit:
                 self._lose_on_device(entry.block, effects)
 
     def _lose_on_device(self, block: int, effects: list[Effect]) -> None:
-        origin = self._memory.origin(block)
-        if origin is not None:
-            self._lose_on_host(origin, effects)  # it was filled from there, and would be again
+        match self._memory.origin(block):  # it would be filled from there again
+            case (Tier.HOST, source):
+                self._lose_on_host(source, effects)
+            case (Tier.DEVICE, source):
+                self._withdraw(source, effects)
         self._withdraw(block, effects)
 
     def _withdraw(self, block: int, effects: list[Effect]) -> None:

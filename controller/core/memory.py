@@ -21,7 +21,7 @@ from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.prefix_index import Hasher, PrefixIndex
 from kilburn.controller.core.sequence import Group, Sequence
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.types import LawBroken
+from kilburn.shared.types import LawBroken, Tier
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Memory:
         self.device, self.host, self.block_size = device, host, block_size
         self.index = PrefixIndex(device, hasher, block_size)
         self._host_index = PrefixIndex(host, hasher, block_size)
-        self._origins: dict[int, tuple[int, int]] = {}  # device block -> (host block that filled it, step)
+        self._origins: dict[int, tuple[Tier, int, int]] = {}  # device block -> (tier, block, step) that filled it
         self.num_saved = 0  # evicted blocks that went to the host
         self.num_host_hits = 0  # blocks that came back by their name
 
@@ -96,7 +96,7 @@ class Memory:
 
     def filled_from(self, host: int) -> list[int]:
         """Device blocks that still hold what they were filled with from a host block."""
-        return [block for block in self._origins if self.origin(block) == host]
+        return [block for block in self._origins if self.origin(block) == (Tier.HOST, host)]
 
     # --- the device pool grows a table
 
@@ -118,7 +118,14 @@ class Memory:
         moves.host_reads.append(copy)  # cached once the plan is sealed, and so not taken again by it
         self.num_saved += 1
 
-    def grow_for_move(self, table: BlockTable, moves: Moves) -> int:
+    def copy_at_end(self, source: int, table: BlockTable, moves: Moves) -> None:
+        """A new block at a table's end, and the copy that fills it from a block of a named prefix."""
+        block = self._grow_for_move(table, moves)
+        moves.copies.append((source, block))
+        # Nobody computes with a prefix itself: if it is lost, only its copies tell.
+        self._origins[block] = (Tier.DEVICE, source, moves.step)
+
+    def _grow_for_move(self, table: BlockTable, moves: Moves) -> int:
         """A new block at a table's end, which a copy or a swap in of this plan will fill.
 
         What it held is not kept: the worker runs moves in batches, and none may read what a later batch fills.
@@ -144,12 +151,12 @@ class Memory:
     def bring_back(self, hits: Hits, table: BlockTable, moves: Moves) -> None:
         """Blocks for the hits on the host, at the table's end, and the moves that fill them."""
         for host in hits.host:
-            self._fill(self.grow_for_move(table, moves), host, moves)
+            self._fill(self._grow_for_move(table, moves), host, moves)
         self.num_host_hits += len(hits.host)
 
     def _fill(self, block: int, host: int, moves: Moves) -> None:
         moves.swaps_in.append((host, block))
-        self._origins[block] = (host, moves.step)
+        self._origins[block] = (Tier.HOST, host, moves.step)
 
     # --- content that is not to be trusted
 
@@ -161,10 +168,15 @@ class Memory:
                 if block is not None:
                     pool.withdraw(block)
 
-    def origin(self, block: int) -> int | None:
-        """The host block that filled a device block, if each still holds what it did then."""
-        host, step = self._origins.get(block, (-1, -1))
-        return host if step >= 0 and self.device.held_since(block) == step >= self.host.held_since(host) else None
+    def pool(self, tier: Tier) -> BlockPool:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def origin(self, block: int) -> tuple[Tier, int] | None:
+        """The host block, or the block of a named prefix, that filled a device block; if both still hold it."""
+        tier, source, step = self._origins.get(block, (Tier.HOST, -1, -1))
+        if step < 0 or not self.device.held_since(block) == step >= self.pool(tier).held_since(source):
+            return None
+        return tier, source
 
     # --- a group leaves for the host
 

@@ -104,9 +104,10 @@ class Pins:
         case.is_refused = True
 
     def _is_too_much(self, case: PinCase, hello: Hello, requests: list[Submit]) -> bool:
-        """Whether the prefix is too long, more than may be pinned, or would strand a request; it counts as live."""
+        """Whether the prefix is too long, more than may be pinned, or would strand a request."""
         size = hello.layout.block_size
-        pinned = sum(blocks_for(len(other.pin.tokens), size) for other in self.live())
+        others = [other for other in self.live() if other is not case]
+        pinned = sum(blocks_for(len(one.pin.tokens), size) for one in (*others, case))
         if len(case.pin.tokens) + 1 > hello.max_len or pinned > self.scenario.most_pinned * hello.num_blocks:
             return True
         for submit in requests:

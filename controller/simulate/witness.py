@@ -154,7 +154,7 @@ class Leases:
         submit, rid = case.submit, case.submit.request_id
         demand(replace(admit.sampling, choose=submit.sampling.choose) == submit.sampling, "another sampling", rid)
         demand(admit.num_prompt == len(submit.prompt), f"a prompt of {admit.num_prompt} tokens", rid)
-        demand(case.is_live, "a row for a request that has ended", rid)
+        demand(case.is_live or _may_end_at_once(case), "a row for a request that has ended", rid)
         if not isinstance(choose, Draws):
             return self._admitted_beam(admit, case, choose)
         index = choose.first_stream
@@ -164,7 +164,8 @@ class Leases:
             demand(choose == Draws(0, submit.n) and not any(case.emitted), f"{choose} after the fork", rid)
         else:
             indices = (index,)
-            demand(index < submit.n and case.ended[index] is None, f"a row for index {index}, which has ended", rid)
+            is_open = index < submit.n and (case.ended[index] is None or _may_end_at_once(case))
+            demand(is_open, f"a row for index {index}, which has ended", rid)
             demand(submit.n == 1 or bool(case.emitted[index]), "a sample of its own before the fork", rid)
         tokens = [*submit.prompt, *case.emitted[index]]
         demand(list(admit.tokens) == tokens[admit.start :], "a row's tokens are those that the client saw", rid)
@@ -194,7 +195,8 @@ class Leases:
         rid = row.request_id
         case = row.told
         demand(not case.is_cancelled, "work for a cancelled request", rid)
-        demand(any(case.ended[i] is None for i in row.indices), f"work for index {row.indices}, which has ended", rid)
+        has_open = any(case.ended[i] is None for i in row.indices) or _may_end_at_once(case)
+        demand(has_open, f"work for index {row.indices}, which has ended", rid)
         row.num_computed += count
         row.num_blocks += num_grown
         limit = len(case.submit.prompt) + case.submit.max_tokens - 1
@@ -213,6 +215,11 @@ def _computes(admit: Admit, told: Told) -> bool:
     """Whether a row computes this named prefix."""
     tokens = told.submit.prompt
     return told.is_live and admit.num_prompt == len(tokens) and admit.tokens == tokens[admit.start :]
+
+
+def _may_end_at_once(case: Told) -> bool:
+    """Preempted and admitted again, a request without tokens to draw may end in the turn that planned it."""
+    return case.submit.max_tokens == 0 and not case.is_cancelled
 
 
 def _check_beams(advances: list[tuple[RowView, int | None]]) -> None:
