@@ -73,6 +73,7 @@ class LeaseView:
     rows: dict[int, RowView] = field(default_factory=dict)
     is_draining: bool = False
     pins: dict[int, int] = field(default_factory=dict)  # prefixes that were pinned -> blocks
+    pin_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prefix -> the blocks of its row
     num_lost: int = 0  # blocks that it lost
     heard_s: float = 0.0
 
@@ -131,6 +132,9 @@ class Leases:
         view.next_step += 1
         for admit in plan.admits:
             view.rows[admit.row] = self._admitted(view, admit, requests, prefixes)
+        if not view.num_lost:  # otherwise a prefix may have been let go of
+            kept = {block for pin in view.pins if prefixes[pin].is_live for block in view.pin_tables[pin]}
+            demand(kept.isdisjoint(device for device, _ in plan.swaps_out), "a pinned block is swapped out")
         grown = dict.fromkeys(range(len(plan.rows)), 0)
         for at in plan.grown_at:
             grown[at] += 1
@@ -149,6 +153,8 @@ class Leases:
         case, choose = requests.get(rid), admit.sampling.choose
         if rid == 0:  # requests are numbered from 1
             case = next((told for told in prefixes.values() if _computes(admit, told)), None)
+            if case is not None:
+                view.pin_tables[case.submit.request_id] = admit.blocks
         if case is None:
             raise WorldBroken(f"a row for request {rid}, which nobody made")
         submit, rid = case.submit, case.submit.request_id
