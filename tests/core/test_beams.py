@@ -1,9 +1,9 @@
 """Beam search: its rules against brute force, and its memory: Figure 9 of the PagedAttention paper.
 
-    Fig. 9    0 - 1 - 3 - 5     beam 0        the next four all follow beams 1 and 2:
-                   |    - 6     beam 1        blocks 2, 4, 5 and 8 are given back in that commit,
-                   |    - 7     beam 2        and 9 to 12 are taken for the new tokens
-                - 2 - 4 - 8     beam 3
+Fig. 9    0 - 1 - 3 - 5     beam 0        the next four all follow beams 1 and 2:
+               |    - 6     beam 1        blocks 2, 4, 5 and 8 are given back in that commit,
+               |    - 7     beam 2        and 9 to 12 are taken for the new tokens
+            - 2 - 4 - 8     beam 3
 """
 
 from itertools import product
@@ -26,7 +26,9 @@ from tests.core.worker import VOCAB_SIZE
 # --- the rules
 
 
-def searched(prompt: list[int], stop_ids: frozenset[int], max_tokens: int, settings: BeamSettings, vocab: int) -> Search:
+def searched(
+    prompt: list[int], stop_ids: frozenset[int], max_tokens: int, settings: BeamSettings, vocab: int
+) -> Search:
     """The core's search by itself, fed by the oracle."""
     core = BeamSearch(settings, stop_ids, max_tokens)
     beams: list[list[int]] = [[]]

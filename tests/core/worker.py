@@ -97,7 +97,6 @@ class Worker:
     def run_next(self) -> StepResult:
         """The oldest plan, as if it ran alone."""
         plan = self.plans.popleft()
-        size = self.hello.layout.block_size
         for source, destination in plan.swaps_out:
             self._move(self.cells, source, self.host_cells, destination)
         for source, destination in plan.copies:
@@ -172,6 +171,7 @@ class Worker:
             found, logprobs = tuple(token for token, _ in likely), tuple(logprob for _, logprob in likely)
             result.logprobs = (*result.logprobs, RowLogprobs(index, 1, found, logprobs))
             return list(found)
+        assert isinstance(row.sampling.choose, Draws)
         first, num_draws = row.sampling.choose.first_stream, row.sampling.choose.count
         drawn = [self.choose(tuple(row.tokens), stream) for stream in range(first, first + num_draws)]
         if num_draws == 1:
