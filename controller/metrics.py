@@ -31,7 +31,7 @@ _GROUP_GAUGES = (
 )
 _GROUP_COUNTERS = (
     ("steps", "steps committed", "steps"),
-    ("step_prompt_tokens", "prompt positions computed", "prompt_tokens"),
+    ("step_prompt_tokens", "prompt tokens of requests that began", "prompt_tokens"),
     ("step_generated_tokens", "tokens drawn", "generated_tokens"),
     ("prefix_query_tokens", "prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     ("prefix_hit_tokens", "prompt tokens found there", "prefix_hit_tokens"),

@@ -47,7 +47,7 @@ async def test_128_samples_of_one_prompt_share_its_blocks_and_keep_their_index(t
         assert whole["usage"]["completion_tokens"] == 3 * 128
         num_prompt = whole["usage"]["prompt_tokens"]
         (group,) = world.driver.engine.snapshot().groups
-        assert group.prompt_tokens == num_prompt  # computed once
+        assert group.prompt_tokens == num_prompt  # of one request, not of 128
         assert group.block_copies >= (127 if num_prompt % 16 else 0)
 
 

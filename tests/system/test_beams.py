@@ -16,8 +16,8 @@ from kilburn.shared.model_files import BUNDLED_NAME
 from kilburn.shared.sampling import Sampling
 from kilburn.worker.start import Ready, make_ready, use_threads
 
-TOLERANCE = 1e-4  # of scores, in float32
-NEW_TOKENS = 14
+TOLERANCE = 1e-4  # of a log probability, in float32
+NEW_TOKENS = 8
 PEER = b"worker.0"
 PROMPTS = (
     "The capital of France is",
@@ -30,15 +30,13 @@ PROMPTS = (
     "Dear Sir or Madam,",
     "The opposite of hot is",
     "Q: What is 2 + 2?\nA:",
-    "A list of animals: cat, dog,",
-    "Yes.",
 )
-CASES = (
-    (2, 1.0, EarlyStopping.HEURISTIC, False),
-    (4, 1.0, EarlyStopping.HEURISTIC, False),
-    (6, 1.0, EarlyStopping.HEURISTIC, False),
-    (4, 0.3, EarlyStopping.FULL, True),
-    (2, 2.0, EarlyStopping.NEVER, "never"),
+CASES = (  # width, length penalty, early stopping by either name, how many of the prompts
+    (2, 1.0, EarlyStopping.HEURISTIC, False, 10),
+    (4, 1.0, EarlyStopping.HEURISTIC, False, 10),
+    (6, 1.0, EarlyStopping.HEURISTIC, False, 10),
+    (4, 0.3, EarlyStopping.FULL, True, 3),
+    (2, 2.0, EarlyStopping.NEVER, "never", 3),
 )
 Hypotheses = list[tuple[tuple[int, ...], float]]  # (tokens, score), best first
 
@@ -70,12 +68,16 @@ def searched(
     return found
 
 
-def expected(model: torch.nn.Module, prompt: list[int], beams: BeamSettings, early: object, eos: int) -> Hypotheses:
-    """By transformers."""
-    ids = torch.tensor([prompt])
+def expected(
+    model: torch.nn.Module, prompts: list[list[int]], beams: BeamSettings, early: object, eos: int
+) -> list[Hypotheses]:
+    """By transformers, all prompts in one batch, padded on the left."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[eos] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     out = model.generate(  # type: ignore[operator]
         ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=mask,
         num_beams=beams.width,
         num_return_sequences=beams.width,
         max_new_tokens=NEW_TOKENS,
@@ -87,18 +89,18 @@ def expected(model: torch.nn.Module, prompt: list[int], beams: BeamSettings, ear
         return_dict_in_generate=True,
         output_scores=True,
     )
-    found: Hypotheses = []
-    for sequence, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
-        tokens = sequence[len(prompt) :]
+    found: list[Hypotheses] = [[] for _ in prompts]
+    for i, (sequence, score) in enumerate(zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True)):
+        tokens = sequence[longest:]
         end = tokens.index(eos) + 1 if eos in tokens else len(tokens)
-        found.append((tuple(tokens[:end]), score))
+        found[i // beams.width].append((tuple(tokens[:end]), score))
     return found
 
 
 def test_beams_of_the_bundled_model_equal_those_of_transformers() -> None:
     folder = prepared_folder(BUNDLED_NAME, "")
     threads = torch.get_num_threads()
-    use_threads(2)
+    use_threads(1)  # more would wait for each other on a busy machine
     try:
         settings = WorkerSettings(model=str(folder), name="w", device="cpu", dtype="float32", num_blocks=1024)
         ready = make_ready(settings)
@@ -106,15 +108,15 @@ def test_beams_of_the_bundled_model_equal_those_of_transformers() -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
         eos, num_compared, num_different = tokenizer.eos_token_id, 0, 0
-        for width, penalty, stopping, early in CASES:
-            beams = BeamSettings(width, penalty, stopping)
-            for prompt, ours in zip(prompts, searched(ready, prompts, beams, (eos,)), strict=True):
-                theirs = expected(model, prompt, beams, early, eos)
+        for width, penalty, stopping, early, num_prompts in CASES:
+            beams, some = BeamSettings(width, penalty, stopping), prompts[:num_prompts]
+            all_ours, all_theirs = searched(ready, some, beams, (eos,)), expected(model, some, beams, early, eos)
+            for prompt, ours, theirs in zip(some, all_ours, all_theirs, strict=True):
                 assert len(ours) == len(theirs) == width
                 for place, ((tokens, score), (their_tokens, their_score)) in enumerate(zip(ours, theirs, strict=True)):
                     num_compared += 1
                     num_different += tokens != their_tokens
-                    gap = abs(score - their_score)
+                    gap = abs(score - their_score) * len(tokens) ** (penalty - 1.0)  # per token
                     assert gap < TOLERANCE, (width, early, tokenizer.decode(prompt), place, tokens, their_tokens, gap)
         assert num_different <= num_compared / 100
     finally:
