@@ -110,7 +110,7 @@ class World:
         """Let what is under way come home, shut down, and see that nothing is held."""
         # A result that was lost is missed only when its step's deadline has passed.
         pins, patience_s = self.judge.clients.pins, self.scenario.silence_s + self.scenario.step_deadline_s
-        self._pass(patience_s, until=lambda: not pins.missing())
+        self._pass(PATIENCE_S, until=lambda: not pins.missing())
         if pins.missing() and self.scenario.shutdown_s is None:
             raise WorldBroken(pins.missing())
         self.inbox += [Unpin(case.pin.prefix_id) for case in pins.live()]
