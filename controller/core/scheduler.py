@@ -195,8 +195,8 @@ class Scheduler:
             else:
                 block = beam.own_table.blocks[beam.num_planned // self.block_size]
                 holders[block] = holders.get(block, 0) + 1
-        # The last holder of a block writes it where it is.
-        return num_new + sum(n if self.pool.refs(block) > n else n - 1 for block, n in holders.items())
+        # Nobody but the beams holds a block that is not full, and the last of them writes it where it is.
+        return num_new + sum(n - 1 for n in holders.values())
 
     def _plan_chunks(self, draft: Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -143,7 +143,9 @@ class Body:
         lost_blocks: list[int] = []
         if plan.rows and faults.lost_block and rng.random() < faults.lost_block:
             row = worker.rows.get(rng.choice(plan.rows))
-            if row is not None and row.table:
+            if plan.copies and rng.random() < 0.3:  # nobody may read it but by later copies
+                lost_blocks.append(rng.choice(plan.copies)[0])
+            elif row is not None and row.table:
                 lost_blocks.append(rng.choice(row.table))
         lost_host = []
         if plan.swaps_in and faults.lost_host and rng.random() < faults.lost_host:

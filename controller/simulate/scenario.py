@@ -111,14 +111,15 @@ def draw_scenario(seed: int) -> Scenario:
     is_crowded = rng.random() < 0.35  # many long answers at once, in pools that hold little more than the largest
     stems = [[rng.randrange(vocab_size) for _ in range(max_len)] for _ in range(rng.choice((1, 2, 3)))]
     errands = _draw_errands(rng, stems, vocab_size, is_crowded)
-    pins = _draw_pins(rng, stems, vocab_size) if rng.random() < 0.35 else ()
+    last_s = max(errand.at_s for errand in errands)
+    shutdown_s = rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None
+    pins = _draw_pins(rng, stems, vocab_size, shutdown_s) if rng.random() < 0.35 else ()
     depth = rng.choice((1, 2, 2, 3))
     budget = rng.choice((1, 2, 3, 5, 8, 16, 32, 64))
     num_groups = 1 if is_crowded else rng.choice((1, 1, 2, 3))
     sizes = (block_size, max_len, vocab_size)
     hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
     step_s = rng.choice((0.01, 0.03))
-    last_s = max(errand.at_s for errand in errands)
     return Scenario(
         seed=seed,
         depth=depth,
@@ -133,10 +134,10 @@ def draw_scenario(seed: int) -> Scenario:
         errands=errands,
         pins=pins,
         most_pinned=rng.choice((0.5, 0.5, 0.8)),
-        preemption=rng.choice(tuple(Preemption)),
+        preemption=rng.choice((Preemption.AUTO, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.SWAP)),
         faults=_draw_faults(rng),
         calm_s=last_s + rng.uniform(0.2, 3.0),
-        shutdown_s=rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None,
+        shutdown_s=shutdown_s,
         step_s=step_s,
         link_s=rng.choice((0.0005, 0.005, 0.03)),
         move_s=rng.choice((1e-6, 1e-4)),
@@ -168,7 +169,7 @@ def _draw_hello(
         model_digest=MODEL,
         layout=KVLayout(block_size, 1, 1, 8, "float32"),
         num_blocks=max(num_blocks, 1),
-        num_host_blocks=rng.choice((0, 0, 3, 10, 40)),
+        num_host_blocks=rng.choice((0, 3, 10, 40, 40) if is_crowded else (0, 0, 3, 10, 40)),
         max_rows=rng.choice((4, 8, 16) if is_crowded else (1, 2, 4, 4, 8, 16)),
         max_step_tokens=rng.choice((4, 16, 64)),
         max_len=max_len,
@@ -183,7 +184,7 @@ def resized(rng: Random, hello: Hello) -> Hello:
     return replace(hello, num_blocks=max(1, hello.num_blocks + rng.randint(-1, 2)))
 
 
-def _draw_pins(rng: Random, stems: list[list[int]], vocab_size: int) -> tuple[PinErrand, ...]:
+def _draw_pins(rng: Random, stems: list[list[int]], vocab_size: int, shutdown_s: float | None) -> tuple[PinErrand, ...]:
     """Prefixes that prompts cut from the same stems begin with, or leave somewhere; no two are alike."""
     drawn: dict[tuple[int, ...], PinErrand] = {}
     for number in range(rng.choice((1, 1, 2, 3))):
@@ -195,6 +196,8 @@ def _draw_pins(rng: Random, stems: list[list[int]], vocab_size: int) -> tuple[Pi
         is_public = rng.random() < 0.5
         salt = b"" if is_public else rng.choice((b"", b"tenant", b"other"))
         at_s = rng.choice((0.0, 0.0, rng.uniform(0, 1.0)))
+        if shutdown_s is not None:  # rather while the last workers leave
+            at_s = max(shutdown_s - rng.uniform(0, 0.03), 0.0)
         unpins = (rng.uniform(0, 1.5),) if rng.random() < 0.25 else ()
         drawn[tokens] = PinErrand(at_s, Pin(FIRST_PREFIX + number, tokens, salt, is_public), unpins)
     return tuple(drawn.values())
@@ -276,7 +279,7 @@ def _draw_faults(rng: Random) -> Faults:
         twice=some(0.1),
         bad_row=some(0.08, 0.35),
         lost_block=some(0.2),
-        lost_host=some(0.2),
+        lost_host=some(0.7, 0.4),
         step_fails=some(0.03),
         dies=some(0.04),
         hangs=some(0.03),

@@ -42,6 +42,7 @@ from kilburn.controller.simulate.scenario import Errand, Faults, PinErrand, Scen
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.witness import WorldBroken
 from kilburn.shared.messages import FromController, FromWorker, Hello, StepFailed, StepPlan, StepResult
+from kilburn.shared.types import Tier
 
 PATIENCE_S = 90.0  # without any progress, once nothing fails any more
 LATEST_S = 8.0  # a message that is late comes so late at most
@@ -196,6 +197,7 @@ class World:
                 case Arrived(_, StepResult() as result):
                     self.seen["row failed"] += len(result.failed)
                     self.seen["block lost"] += len(result.lost)
+                    self.seen["host block lost"] += sum(lost.tier is Tier.HOST for lost in result.lost)
                     self.seen["stale result"] += (result.lease, result.step) not in self.judge.leases.accepted_now
                 case _:
                     pass
@@ -224,9 +226,21 @@ class World:
                 self.seen[f"refused {refusal.value}"] += 1
             case Note(kind, text):
                 self.seen[kind.value] += 1
-                self.seen["preempted by swap"] += text.endswith("by swap")
+                if text.endswith("by swap"):
+                    self.seen["preempted by swap"] += 1
+                    self._disturb_swapped(int(text.split()[1].rstrip(",")))
             case Names():
                 pass
+
+    def _disturb_swapped(self, request_id: int) -> None:
+        """Now and then somebody leaves just when his request is on the host."""
+        luck = self.rng.random()
+        if luck < 0.1:
+            self.inbox.append(Cancel(request_id))
+        elif luck < 0.2:
+            index = self.rng.randrange(self.errands[request_id].submit.n)
+            if self.num_emitted[request_id, index]:  # a stop string is found in something
+                self.inbox.append(Stop(request_id, index))
 
     # --- clients
 
