@@ -146,7 +146,7 @@ class Body:
             if plan.copies and rng.random() < 0.3:  # nobody may read it but by later copies
                 lost_blocks.append(rng.choice(plan.copies)[0])
             elif row is not None and row.table:
-                lost_blocks.append(rng.choice(row.table))
+                lost_blocks.append(rng.choice((row.table[0], rng.choice(row.table))))  # first blocks are shared most
         lost_host = []
         if plan.swaps_in and faults.lost_host and rng.random() < faults.lost_host:
             lost_host.append(rng.choice(plan.swaps_in)[0])
@@ -156,9 +156,8 @@ class Body:
             self.origins[block] = self._origin(worker, source, block)
         pool = worker.pools[Tier.DEVICE]
         damage = Damage([], [])
-        for lost in result.lost:
-            if lost.step == plan.step:  # otherwise a dead row says it again
-                damage.lost += self._fillings_lost(worker, lost)
+        for lost in result.lost:  # a dead row says it again, and is to be admitted anew as soon as the core knows
+            damage.lost += self._fillings_lost(worker, lost)
         for filling in damage.lost:
             if self.known_lost.get(filling, turn + 1) <= turn:
                 tier, block, _ = filling

@@ -278,7 +278,7 @@ def _draw_faults(rng: Random) -> Faults:
         late=some(0.05),
         twice=some(0.1),
         bad_row=some(0.08, 0.35),
-        lost_block=some(0.2),
+        lost_block=some(0.3, 0.35),
         lost_host=some(0.7, 0.4),
         step_fails=some(0.03),
         dies=some(0.04),

@@ -338,12 +338,6 @@ MUTANTS = [
         "",
     ),
     one(
-        "a group comes back by a lost host block",
-        "commit.py",
-        "            if any(block in sequence.host for sequence in group.live):",
-        "            if False:",
-    ),
-    one(
         "moves of a plan without rows are dropped",
         "scheduler.py",
         "if not sequences and not moves:",
