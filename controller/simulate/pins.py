@@ -106,7 +106,8 @@ class Pins:
     def _is_too_much(self, case: PinCase, hello: Hello, requests: list[Submit]) -> bool:
         """Whether the prefix is too long, more than may be pinned, or would strand a request."""
         size = hello.layout.block_size
-        others = [other for other in self.live() if other is not case]
+        gone = [self.cases[number] for number in self._gone_now]  # after this one came
+        others = [other for other in (*self.live(), *gone) if other is not case and not other.is_refused]
         pinned = sum(blocks_for(len(one.pin.tokens), size) for one in (*others, case))
         if len(case.pin.tokens) + 1 > hello.max_len or pinned > self.scenario.most_pinned * hello.num_blocks:
             return True
