@@ -120,9 +120,12 @@ class Memory:
 
     def copy_at_end(self, source: int, table: BlockTable, moves: Moves) -> None:
         """A new block at a table's end, and the copy that fills it from a block of a named prefix."""
-        block = self._grow_for_move(table, moves)
+        self.copy(source, self._grow_for_move(table, moves), moves)
+
+    def copy(self, source: int, block: int, moves: Moves) -> None:
+        """A copy between device blocks."""
         moves.copies.append((source, block))
-        # Nobody computes with a prefix itself: if it is lost, only its copies tell.
+        # It may be the copy that tells of a lost source: nobody computes with a named prefix itself.
         self._origins[block] = (Tier.DEVICE, source, moves.step)
 
     def _grow_for_move(self, table: BlockTable, moves: Moves) -> int:
@@ -172,7 +175,7 @@ class Memory:
         return self.device if tier is Tier.DEVICE else self.host
 
     def origin(self, block: int) -> tuple[Tier, int] | None:
-        """The host block, or the block of a named prefix, that filled a device block; if both still hold it."""
+        """The block that a move filled a device block from, if both still hold what they did then."""
         tier, source, step = self._origins.get(block, (Tier.HOST, -1, -1))
         if step < 0 or not self.device.held_since(block) == step >= self.pool(tier).held_since(source):
             return None

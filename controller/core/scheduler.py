@@ -224,7 +224,7 @@ class Scheduler:
         else:
             copy = table.make_writable(at, draft.step)
             if copy is not None:
-                draft.moves.copies.append(copy)
+                self.memory.copy(*copy, draft.moves)
                 self.counters.block_copies += 1
                 if not sequence.is_fresh:
                     raise LawBroken(f"the table of {sequence} changes under its row")

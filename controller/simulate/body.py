@@ -7,6 +7,7 @@ back later under a new identity; what it had sent may still be on its way.
 The body also remembers which damage the core was told of, and when: a plan sent later may not use it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -34,6 +35,8 @@ from kilburn.shared.messages import (
 )
 from kilburn.shared.types import Tier
 
+SUSPECT = 3  # so many losses of what one block had filled, and the core should know where they come from
+
 Filling = tuple[Tier, int, int]  # (tier, block, generation): one content of a block
 
 
@@ -50,9 +53,10 @@ class Surroundings(Protocol):
 
 @dataclass(slots=True)
 class Damage:
-    """What went wrong in one step: the fillings lost, and those of failed rows that are not numbers."""
+    """What went wrong in one step: the fillings lost, where they came from, and those that are not numbers."""
 
     lost: list[Filling]
+    sources: list[Filling]  # what had filled the lost ones
     bad: list[Filling]
 
 
@@ -73,7 +77,8 @@ class Body:
     damage: dict[int, Damage] = field(default_factory=dict)  # by step
     known_lost: dict[Filling, int] = field(default_factory=dict)  # -> the turn from which the core knows
     known_bad: dict[Filling, int] = field(default_factory=dict)
-    origins: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # block -> its generation, host's and its
+    suspicions: Counter[Filling] = field(default_factory=Counter)  # how often what each had filled was lost
+    origins: dict[int, tuple[int, Filling]] = field(default_factory=dict)  # block -> its generation, and what filled it
 
     def greet(self, world: Surroundings) -> None:
         self.lease = self.worker = None
@@ -97,6 +102,7 @@ class Body:
                 self.lease = lease
                 self.worker = FakeWorker(lease, limits_of(self.hello), self.hello.vocab_size)
                 self.damage, self.known_lost, self.known_bad, self.origins = {}, {}, {}, {}
+                self.suspicions = Counter()
                 self.free_at_s = world.now
             case Gone(lease) if self.lease == lease:
                 self.greet(world)
@@ -152,12 +158,15 @@ class Body:
             lost_host.append(rng.choice(plan.swaps_in)[0])
         self._refuse_known_lost(worker, plan, turn)
         result = worker.run(plan, bad_rows, lost_blocks, lost_host)
-        for source, block in plan.swaps_in:
-            self.origins[block] = self._origin(worker, source, block)
+        for tier, moves in ((Tier.DEVICE, plan.copies), (Tier.HOST, plan.swaps_in)):
+            for source, block in moves:
+                filled = (tier, source, worker.pools[tier].generations[source])
+                self.origins[block] = (worker.pools[Tier.DEVICE].generations[block], filled)
         pool = worker.pools[Tier.DEVICE]
-        damage = Damage([], [])
+        damage = Damage([], [], [])
         for lost in result.lost:  # a dead row says it again, and is to be admitted anew as soon as the core knows
-            damage.lost += self._fillings_lost(worker, lost)
+            damage.lost.append((lost.tier, lost.block, worker.pools[lost.tier].generations[lost.block]))
+            damage.sources += self._sources(worker, lost)
         for filling in damage.lost:
             if self.known_lost.get(filling, turn + 1) <= turn:
                 tier, block, _ = filling
@@ -173,26 +182,27 @@ class Body:
         )
         return result
 
-    def _origin(self, worker: FakeWorker, source: int, block: int) -> tuple[int, int, int]:
-        device, host = worker.pools[Tier.DEVICE].generations, worker.pools[Tier.HOST].generations
-        return device[block], source, host[source]
-
     def _refuse_known_lost(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
-        """Nothing is swapped in from a host block that the core knew to be lost when it sent the plan."""
-        generations = worker.pools[Tier.HOST].generations
-        for source, _ in plan.swaps_in:
-            if self.known_lost.get((Tier.HOST, source, generations[source]), turn + 1) <= turn:
-                raise ContractBroken(f"host block {source} is swapped in, which the core knows to be lost")
+        """Nothing is swapped in or copied from a block that the core knew to be lost when it sent the plan."""
+        for tier, moves in ((Tier.DEVICE, plan.copies), (Tier.HOST, plan.swaps_in)):
+            for source, _ in moves:
+                generation = worker.pools[tier].generations[source]
+                if self.known_lost.get((tier, source, generation), turn + 1) <= turn:
+                    raise ContractBroken(
+                        f"{tier.name.lower()} block {source} is moved, which the core knows to be lost"
+                    )
 
-    def _fillings_lost(self, worker: FakeWorker, lost: KvLost) -> list[Filling]:
-        """What the core learns from one loss: the block, and the host block that had filled it."""
-        pool, host = worker.pools[lost.tier], worker.pools[Tier.HOST]
-        fillings = [(lost.tier, lost.block, pool.generations[lost.block])]
-        if lost.tier is Tier.DEVICE:
-            generation, source, source_generation = self.origins.get(lost.block, (-1, -1, -1))
-            if pool.generations[lost.block] == generation and host.generations[source] == source_generation:
-                fillings.append((Tier.HOST, source, source_generation))
-        return fillings
+    def _sources(self, worker: FakeWorker, lost: KvLost) -> list[Filling]:
+        """The block that a move had filled the lost one from, if both are what they were then.
+
+        Each loss tells of it only if the core has not given the lost block to somebody else since.
+        """
+        generations = worker.pools[Tier.DEVICE].generations
+        if lost.tier is not Tier.DEVICE or lost.block not in self.origins:
+            return []
+        generation, (tier, source, then) = self.origins[lost.block]
+        is_same = generations[lost.block] == generation and worker.pools[tier].generations[source] == then
+        return [(tier, source, then)] if is_same else []
 
     def _refuse_known_bad(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
         """No row may begin on blocks whose failure the core knew when it sent the plan."""
@@ -213,5 +223,9 @@ class Body:
             return
         for filling in damage.lost:
             self.known_lost.setdefault(filling, turn)
+        self.suspicions.update(damage.sources)
+        for filling in damage.sources:
+            if self.suspicions[filling] >= SUSPECT:
+                self.known_lost.setdefault(filling, turn)
         for filling in damage.bad:
             self.known_bad.setdefault(filling, turn)

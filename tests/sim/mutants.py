@@ -387,7 +387,7 @@ MUTANTS = [
         "self._memory.copy_at_end(source, tables[0], draft.moves)",
         "tables[0].adopt([source])",
     ),
-    one("a prefix's partial block is not filled", "memory.py", "        moves.copies.append((source, block))\n", ""),
+    one("a copy is left out", "memory.py", "        moves.copies.append((source, block))\n", ""),
     one(
         "a pinned block is swapped",
         "memory.py",
