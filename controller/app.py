@@ -8,6 +8,7 @@ What this file does not know: what happens in between (driver.py, api/).
 import asyncio
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,13 +19,17 @@ from typing import Any
 
 from aiohttp import web
 
+from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.routes import Service, application
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.metrics import Metrics
-from kilburn.controller.registry import InProcessRegistry
+from kilburn.controller.registry import InProcessRegistry, PrefixRegistry
+from kilburn.controller.registry_entries import EntrySigner
+from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
+from kilburn.controller.salts import KeyFileFault, Salts, keyed, read_server_key
 from kilburn.controller.text import TextError, read_folder
 from kilburn.shared.config import ControllerSettings
 from kilburn.shared.keys import ControllerKeys, SettingError
@@ -62,7 +67,36 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         step_deadline_s=settings.step_seconds,
         recovery_s=settings.recovery_seconds,
         max_waiting=settings.max_waiting,
+        most_pinned=settings.pinned_percent / 100,
     )
+
+
+def _salts(settings: ControllerSettings) -> Salts:
+    try:
+        key = read_server_key(settings.server_key_file)
+    except KeyFileFault as fault:
+        raise SettingError(f"--server-key-file: {fault}") from fault
+    if not settings.server_key_file and settings.redis:
+        log.warning(
+            "no server_key_file: this process drew a key of its own, so that no other controller can read what it "
+            "publishes in Redis, nor it what they do; write 32 random bytes to a file and give it to all of them"
+        )
+    return Salts(key)
+
+
+def _registry(settings: ControllerSettings, salts: Salts, model_name: str) -> PrefixRegistry:
+    if not settings.redis:
+        return InProcessRegistry()
+    try:
+        connect = connector(settings.redis)
+    except UrlFault as fault:
+        raise SettingError(f"--redis: the URL {fault}") from fault
+    # Names of one model are no names of another: a tokenizer of its own gives them other tokens.
+    files = [Path(settings.model) / name for name in ("tokenizer.json", "config.json")]
+    about = [file.read_bytes() if file.exists() else b"" for file in files]
+    namespace = keyed(salts.service_key(), b"namespace", model_name.encode(), *about)
+    signer = EntrySigner(salts.service_key(), namespace)
+    return RedisRegistry(connect, signer, namespace.hex()[:32], secrets.token_hex(8))
 
 
 def _keyring(settings: ControllerSettings) -> Keyring:
@@ -95,15 +129,17 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         text = await asyncio.to_thread(read_folder, Path(settings.model))
     except TextError as error:
         raise SettingError(f"--model: {error}") from error
-    driver = Driver(Engine(engine_settings(settings)), InProcessRegistry(), text)
+    model_name = settings.served_model_name or Path(settings.model).name
+    salts = _salts(settings)
+    registry = _registry(settings, salts, model_name)
+    driver = Driver(Engine(engine_settings(settings)), registry, text, salts, settings.max_prefixes)
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
-    model_name = settings.served_model_name or Path(settings.model).name
     service = Service(
-        text=text,
+        asking=Asking(text, driver, salts, settings.max_choices),
         streams=driver.streams,
-        capacity=driver,
-        metrics=Metrics(driver.engine.snapshot, driver.streams.counts, link.counters),
+        names=driver.names,
+        metrics=Metrics(driver.engine.snapshot, driver.streams.counts, link.counters, registry.counters),
         model_name=model_name,
         created=int(time.time()),
         max_len=driver.max_len,
@@ -119,6 +155,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         shutdown_timeout=1.0,
     )
     try:
+        registry.start()
         await link.start()
         await runner.setup()
         port = await _listen(runner, settings)
@@ -127,6 +164,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
     finally:
         await runner.cleanup()
         driver.close()
+        await registry.close()
         await link.close()
         text.close()
 

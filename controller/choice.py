@@ -4,13 +4,14 @@
 
 A choice ends once: at its stop string, or with the engine's last word. Its reason and its count of tokens are what the
 client is told. A stop id ends an answer and is no part of it. Log probabilities leave with the text that they are
-about, and not before: they spell it, and might spell a stop string.
+about, and not before: they spell it, and might spell a stop string. A choice of a beam search comes whole.
 What this file does not know: requests, the engine, who reads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kilburn.controller.core.events import Beam, BeamSettings
 from kilburn.controller.detokenize import Detokenizer, StopStrings
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
@@ -18,7 +19,10 @@ from kilburn.shared.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, as the edge hands it over. `prefix` is text that the answer begins with (echo)."""
+    """One prompt, as the edge hands it over. `prefix` is text that the answer begins with (echo).
+
+    `n` sequences are drawn, and the answer keeps the `keep` best of them; None: all, in order of their index.
+    """
 
     prompt: Sequence[int]
     max_tokens: int
@@ -30,6 +34,8 @@ class Ask:
     include_stop: bool = False  # stop strings and stop ids stay in the text
     skip_special: bool = True
     prefix: str = ""
+    keep: int | None = None
+    beams: BeamSettings | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class Delta:
     scored: list[Scored]
     finish: FinishReason | None  # set in the last delta, and only there
     message: str = ""
+    beam: Beam | None = None  # of a beam search: what its choice scored
 
 
 class Choice:
@@ -69,6 +76,8 @@ class Choice:
         "_stop_ids",
         "_stops",
         "_told",
+        "beam",
+        "cumulative_logprob",
         "finish",
         "index",
         "num_tokens",
@@ -77,6 +86,8 @@ class Choice:
     def __init__(self, index: int, ask: Ask, detokenizer: Detokenizer) -> None:
         self.index = index
         self.num_tokens = 0
+        self.cumulative_logprob = 0.0  # of the tokens counted, where log probabilities were asked for
+        self.beam: Beam | None = None
         self.finish: FinishReason | None = None
         self._message = ""
         self._told = False
@@ -93,6 +104,8 @@ class Choice:
     def feed(self, token: int, logprobs: tuple[tuple[int, float], ...]) -> bool:
         """The sequence went on. True: this completed a stop string, and the choice has ended."""
         self.num_tokens += 1
+        if logprobs:
+            self.cumulative_logprob += logprobs[0][1]
         if token in self._stop_ids and not self._include_stop:
             return False  # its last token: it ends the answer and is no part of it
         piece = self._detokenizer.step(token)
@@ -140,6 +153,17 @@ class Choice:
         self._release()
         self.finish = reason
 
+    def become(self, beam: Beam) -> None:
+        """The whole of it at once: a choice of a beam search."""
+        self.beam = beam
+        for token in beam.tokens:
+            self.feed(token, ())
+        self.end(beam.reason, "")
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.cumulative_logprob / max(self.num_tokens, 1)
+
     def fail(self, message: str) -> None:
         """Ends it here. What was held stays held."""
         self.finish, self._message = FinishReason.ERROR, message
@@ -150,7 +174,7 @@ class Choice:
         scored, self._scored_out = self._scored_out, []
         finish = None if self._told else self.finish
         self._told = self.finish is not None
-        return Delta(self.index, text, scored, finish, self._message)
+        return Delta(self.index, text, scored, finish, self._message, self.beam)
 
     @property
     def has_news(self) -> bool:

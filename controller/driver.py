@@ -2,7 +2,7 @@
 
     api --> streams --Submit, Stop, Cancel-->  one turn = engine.handle(all events so far) -> effects, in order
     ROUTER --> link --Arrived, Left--------->             Send --> link     Emit... --> streams --Stop--> same turn
-                       timer --Tick--------->             Names --> registry      Note --> log
+                       timer --Tick--------->             Names --> registry      Pinned --> named      Note --> log
 
 Everything happens on one thread in turns of the loop, so the engine is never entered twice, and what arrives in one
 turn is handled in one batch. A broken law is a bug of ours: the engine contains the damage, and a second one within a
@@ -16,8 +16,24 @@ from contextlib import suppress
 
 from kilburn.controller.api.asking import no_worker, queue_full
 from kilburn.controller.core.engine import Engine
-from kilburn.controller.core.events import Arrived, Effect, Event, Left, Names, Note, NoteKind, Send, Shutdown, Tick
+from kilburn.controller.core.events import (
+    Arrived,
+    Effect,
+    Event,
+    Left,
+    Names,
+    Note,
+    NoteKind,
+    Pinned,
+    Refused,
+    Send,
+    Shutdown,
+    Submit,
+    Tick,
+)
+from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.registry import PrefixRegistry
+from kilburn.controller.salts import Salts
 from kilburn.controller.streams import Streams
 from kilburn.controller.text import Text
 from kilburn.shared.messages import FromController, Hello
@@ -26,13 +42,16 @@ from kilburn.shared.types import LawBroken
 log = logging.getLogger("kilburn")
 INT32_MAX = 2**31 - 1
 MOST_PEERS = 1024
+MOST_NAMES = 64  # of named prefixes, for each tenant
 REPEATED_S = 60.0  # a second broken law within so long ends the process
 
 
 class Driver:
     """Turns the engine: the only one who calls `handle`."""
 
-    def __init__(self, engine: Engine, registry: PrefixRegistry, text: Text) -> None:
+    def __init__(
+        self, engine: Engine, registry: PrefixRegistry, text: Text, salts: Salts, most_names: int = MOST_NAMES
+    ) -> None:
         self.engine = engine
         self.registry = registry
         self.streams = Streams(self.post, text.detokenizer)
@@ -48,9 +67,20 @@ class Driver:
         self._has_workers = asyncio.Event()
         self._num_wanting = 0  # requests that wait to know how long they may be
         self._is_draining = False
+        self.names = NamedPrefixes(
+            self.post,
+            lambda: next(self.streams.ids),
+            salts,
+            registry,
+            self._leases,
+            lambda: self.vocab_size,
+            most_names,
+        )
 
     def post(self, event: Event) -> None:
         """Handled in this turn, or booked for the next."""
+        if type(event) is Submit:
+            self.names.used_by(event)
         self._events.append(event)
         if not self._is_booked:
             self._is_booked = True
@@ -89,6 +119,7 @@ class Driver:
             self._end_with(error)
         finally:
             self.streams.turn_ended()
+            self.names.turn_ended()
 
     def _handle(self, now: float) -> None:
         events, self._events = self._events, []
@@ -106,6 +137,10 @@ class Driver:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:
             self._log(effect)
+        elif type(effect) is Pinned:
+            self.names.perform(effect)
+        elif type(effect) is Refused and self.names.perform(effect):
+            pass
         else:
             self.streams.perform(effect)  # type: ignore[arg-type]  # all that are left
 
@@ -179,6 +214,9 @@ class Driver:
         self._is_draining = True
         self._has_workers.set()
         self.post(Shutdown())
+
+    def _leases(self) -> dict[str, int]:
+        return {group.name: group.lease for group in self.engine.snapshot().groups}
 
     def max_len(self) -> int | None:
         return max((group.max_len for group in self.engine.snapshot().groups), default=None)

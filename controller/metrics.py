@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kilburn.controller.core.snapshot import GroupSnapshot, Snapshot
+from kilburn.controller.registry import RegistryCounters
 from kilburn.controller.streams import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -26,35 +27,50 @@ _GROUP_GAUGES = (
     ("filled_slots", "token positions of running sequences that have their KV", "filled_slots"),
     ("owned_slots", "token positions that their blocks could hold", "owned_slots"),
     ("shared_blocks", "blocks that sharing saves", "shared_refs"),
+    ("pinned_blocks", "blocks that named prefixes hold", "pinned_blocks"),
 )
 _GROUP_COUNTERS = (
     ("steps", "steps committed", "steps"),
-    ("step_prompt_tokens", "prompt positions computed", "prompt_tokens"),
+    ("step_prompt_tokens", "prompt tokens of requests that began", "prompt_tokens"),
     ("step_generated_tokens", "tokens drawn", "generated_tokens"),
     ("prefix_query_tokens", "prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     ("prefix_hit_tokens", "prompt tokens found there", "prefix_hit_tokens"),
-    ("preemptions", "requests that had to give up their blocks", "preemptions"),
+    ("swapped_in", "requests that came back from the host pool", "swapped_in"),
+    ("swap_out_blocks", "blocks copied to the host pool", "blocks_out"),
+    ("swap_in_blocks", "blocks copied from the host pool", "blocks_in"),
+    ("host_saved_blocks", "evicted blocks that the host pool kept", "blocks_saved"),
+    ("host_hits", "blocks that came back from there by their names", "host_hits"),
     ("block_copies", "blocks copied on write", "block_copies"),
     ("evictions", "cached blocks that lost their names", "evictions"),
 )
 _PHASES = ("idle", "apply", "forward", "sample")
+_REGISTRY = (
+    ("sent", "hints and names that the prefix registry took"),
+    ("dropped", "hints that were not sent to the prefix registry"),
+    ("failures", "turns in which the prefix registry did not answer"),
+    ("ignored", "entries of the prefix registry that were not signed, or made no sense"),
+)
 _LINK = ("frames_in", "bytes_in", "frames_out", "bytes_out", "unsent", "strangers", "denied")
 
 
 class Metrics:
     """One process's figures, in a registry of their own."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object) -> None:
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object, registry: RegistryCounters
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Reading(snapshot, counts, link_counters))
+        self._registry.register(_Reading(snapshot, counts, link_counters, registry))
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _Reading(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object) -> None:
-        self._snapshot, self._counts, self._link = snapshot, counts, link_counters
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object, registry: RegistryCounters
+    ) -> None:
+        self._snapshot, self._counts, self._link, self._counters = snapshot, counts, link_counters, registry
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
@@ -67,6 +83,8 @@ class _Reading(Collector):
         yield _counter("laws_broken", "bugs found by our own accounting", snapshot.laws_broken)
         yield from self._edge()
         yield from self._of_groups(snapshot.groups)
+        for name, about in _REGISTRY:
+            yield _counter(f"registry_{name}", about, getattr(self._counters, name))
         yield from self._of_link()
 
     def _edge(self) -> Iterator[Metric]:
@@ -89,6 +107,20 @@ class _Reading(Collector):
                 seconds.add_metric([group.name, phase], getattr(group, f"worker_{phase}_s"))
         yield blocks
         yield seconds
+        sharing = GaugeMetricFamily(
+            "kilburn_sharing_ratio", "blocks that sharing saves, of those needed without it", labels=["group"]
+        )
+        for group in groups:
+            without = group.owned_blocks + group.shared_refs
+            sharing.add_metric([group.name], group.shared_refs / without if without else 0.0)
+        yield sharing
+        preemptions = CounterMetricFamily(
+            "kilburn_preemptions", "requests that had to give up their blocks", labels=["group", "by"]
+        )
+        for group in groups:
+            for way in ("recompute", "swap"):
+                preemptions.add_metric([group.name, way], getattr(group, f"preempted_by_{way}"))
+        yield preemptions
         for name, about, field in _GROUP_GAUGES:
             yield _per_group(GaugeMetricFamily(f"kilburn_{name}", about, labels=["group"]), groups, field)
         for name, about, field in _GROUP_COUNTERS:

@@ -1,22 +1,78 @@
-"""Which worker groups are said to hold which blocks: hints, never truth.
+"""What controllers tell each other about prefixes: which worker groups hold which blocks, and which names there are.
 
 The engine's Names effects feed it, after the step they came from; nothing on the step path reads it, and it may be
 forgotten at any time. A wrong hint costs a miss: whoever follows one still looks in the group's own prefix index,
 which compares tokens. Bounded twice, in entries (oldest first) and in age, so that a group that vanishes without a
 word is forgotten too.
+
+A name is kept by the controller that registered it (named.py); a registry passes it on, and may lose it at any time.
+Here is the registry of a controller that is alone. Another keeps both in Redis (registry_redis.py).
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+NameKey = tuple[str, str]  # (tenant, or "" for a public name; the name)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedEntry:
+    """A named prefix, or the word that it was deleted. Of two with one key the later stamp is the true one."""
+
+    tenant: str  # "" for a public one
+    name: str
+    cache_salt: str
+    tokens: tuple[int, ...]  # () where it was deleted
+    stamp: int  # microseconds since 1970, of its registration or deletion
+
+    @property
+    def key(self) -> NameKey:
+        return self.tenant, self.name
+
+    @property
+    def is_public(self) -> bool:
+        return not self.tenant
+
+    @property
+    def is_deleted(self) -> bool:
+        return not self.tokens
+
+
+# Told of all names that a registry holds, it answers with those that should be published again.
+NamesHeard = Callable[[Mapping[NameKey, NamedEntry]], Sequence[NamedEntry]]
+
+
+@dataclass(slots=True)
+class RegistryCounters:
+    """Only ever grow."""
+
+    sent: int = 0  # hints and names that the registry took
+    dropped: int = 0  # that were not sent: it was down, or too slow
+    failures: int = 0  # turns that it did not answer, or with an error
+    ignored: int = 0  # entries that are not signed with our key, or make no sense
 
 
 class PrefixRegistry(Protocol):
-    """What placement may ask, wherever the answers are kept."""
+    """What controllers may tell each other, wherever it is kept. Nothing here waits, save `start` and `close`."""
+
+    @property
+    def counters(self) -> RegistryCounters: ...
 
     def learn(self, group: str, published: Sequence[bytes], withdrawn: Sequence[bytes], now: float) -> None: ...
 
     def holders(self, digest: bytes, now: float) -> frozenset[str]: ...
+
+    def publish(self, entry: NamedEntry) -> None:
+        """Others may know this name, or that it is no more."""
+
+    def listen(self, heard: NamesHeard) -> None:
+        """Whom to tell of the names that are there."""
+
+    def start(self) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class InProcessRegistry:
@@ -29,6 +85,7 @@ class InProcessRegistry:
         self._max_digests, self._ttl_s = max_digests, ttl_s
         self._groups: dict[bytes, set[str]] = {}
         self._heard: OrderedDict[bytes, float] = OrderedDict()  # when last published; oldest first
+        self.counters = RegistryCounters()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -57,3 +114,17 @@ class InProcessRegistry:
         if heard_at is None or now - heard_at > self._ttl_s:
             return frozenset()
         return frozenset(self._groups[digest])
+
+    # Nobody else is there to be told of names.
+
+    def publish(self, entry: NamedEntry) -> None:
+        pass
+
+    def listen(self, heard: NamesHeard) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass

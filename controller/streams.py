@@ -16,15 +16,15 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kilburn.controller.choice import Ask, Choice, Delta
-from kilburn.controller.core.events import Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
+from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
 from kilburn.controller.detokenize import Detokenizer
 
 log = logging.getLogger("kilburn")
 
-TextEffect = Refused | Started | Emit | Finished
+TextEffect = Refused | Started | Emit | Finished | Beam
 
 
 class Answer:
@@ -34,6 +34,7 @@ class Answer:
         self.num_prompt_tokens = num_prompt_tokens
         self.cached_tokens = 0
         self.choices: list[Choice] = []
+        self.kept: list[tuple[int, int, int]] = []  # of each prompt: [first, end) of its choices, how many to keep
         self.refused: Refused | None = None
         self.request_ids: list[int] = []
         self.num_open = 0  # choices that go on
@@ -75,6 +76,19 @@ class Answer:
         self._news.clear()
         return [choice.take() for choice in self.choices]
 
+    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Of the whole answer's deltas those that are kept: where more were drawn than asked for, the likeliest.
+
+        Likeliest per token, as OpenAI has it: the sum alone would favour whoever says least.
+        """
+        best: list[Delta] = []
+        for first, end, num_kept in self.kept:
+            places = list(range(first, end))
+            if num_kept < len(places):
+                places.sort(key=lambda place: -self.choices[place].mean_logprob)  # stable: of equals, the first drawn
+            best += [deltas[place] for place in places[:num_kept]]
+        return [replace(delta, index=index) for index, delta in enumerate(best)]
+
 
 @dataclass(slots=True)
 class _Open:
@@ -105,7 +119,7 @@ class Streams:
     def __init__(self, post: Callable[[Event], None], detokenizer: Callable[[bool], Detokenizer]) -> None:
         self._post = post
         self._detokenizer = detokenizer
-        self._ids = itertools.count(1)
+        self.ids = itertools.count(1)  # of whatever the engine is asked for
         self._open: dict[int, _Open] = {}
         self._unheard: list[asyncio.Future[None]] = []
         self.counts = Counts()
@@ -118,17 +132,19 @@ class Streams:
         """Hands prompts to the engine and returns when it has heard of them: a refusal at the door is known then."""
         answer = Answer(sum(len(ask.prompt) for ask in asks))
         for ask in asks:
-            request_id = next(self._ids)
+            request_id = next(self.ids)
             first = len(answer.choices)
             choices = [Choice(first + i, ask, self._detokenizer(ask.skip_special)) for i in range(ask.n)]
             answer.choices += choices
+            answer.kept.append((first, first + ask.n, ask.n if ask.keep is None else ask.keep))
             answer.request_ids.append(request_id)
             answer.num_open += ask.n
             self._open[request_id] = _Open(answer, choices, ask.n, len(ask.prompt))
             for choice in choices:
                 if choice.has_news:
                     answer.tell(choice)
-            self._post(Submit(request_id, ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt))
+            about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
+            self._post(Submit(request_id, *about))
         heard = asyncio.get_running_loop().create_future()
         self._unheard.append(heard)
         try:
@@ -186,6 +202,11 @@ class Streams:
                 self._ended(effect.request_id, request, choice)
             elif choice.has_news:
                 request.answer.tell(choice)
+        elif type(effect) is Beam:
+            choice = request.choices[effect.index]
+            self.counts.output_tokens += len(effect.tokens)
+            choice.become(effect)
+            self._ended(effect.request_id, request, choice)
         elif type(effect) is Finished:
             choice = request.choices[effect.index]
             if choice.finish is None:

@@ -136,7 +136,7 @@ LOST = f.record(m.KvLost, {"index": f.NATURAL, "tier": _TIER, "block": f.NATURAL
 LOGPROB_ROW = f.record(
     m.RowLogprobs, {"index": f.NATURAL, "width": f.POSITIVE, "ids": f.TUPLE_COLUMN, "logprobs": f.REALS}
 )
-TIMINGS = f.record(m.Timings, {"idle_s": f.REAL, "apply_s": f.REAL, "forward_s": f.REAL, "sample_s": f.REAL})
+TIMINGS = f.record(m.Timings, dict.fromkeys(("idle_s", "apply_s", "forward_s", "sample_s", "moves_s"), f.REAL))
 
 
 # --- messages whose fields must fit each other

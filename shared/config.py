@@ -61,6 +61,13 @@ class ControllerSettings(Settings):
     )
     curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
     max_waiting: int = setting(1024, Count(1, 1_000_000), "requests that may wait; more are turned away (429)")
+    max_choices: int = setting(128, Count(1, 128), "sequences that one request may ask for (n, best_of, beams)")
+    max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
+    pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")
+    server_key_file: str = setting(
+        "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
+    )
+    redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
     max_body: int = setting(8 << 20, Size(1024), "largest request body")
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"

@@ -89,6 +89,7 @@ class Timings:
     apply_s: float = 0.0  # deltas, swaps, copies, inputs
     forward_s: float = 0.0
     sample_s: float = 0.0
+    moves_s: float = 0.0  # swaps and copies; part of apply_s
 
 
 @dataclass(slots=True)

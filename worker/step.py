@@ -40,13 +40,14 @@ class Executor:
     def _run(self, plan: StepPlan, idle_s: float) -> StepResult:
         began = perf_counter()
         self.runner.cache.move(plan.swaps_out, plan.copies, plan.swaps_in)
+        moved = perf_counter()
         for admit in plan.admits:
             self.rows.admit(admit)
         work = self.rows.advance(plan.rows, plan.counts, plan.grown_at, plan.grown_blocks)
         result = StepResult(plan.lease, plan.step, num_tokens=[0] * len(plan.rows), tokens=[])
         if not work.num_seqs:
             self._add_deaths(plan, result)
-            result.timings = Timings(idle_s=idle_s, apply_s=perf_counter() - began)
+            result.timings = Timings(idle_s=idle_s, apply_s=perf_counter() - began, moves_s=moved - began)
             return result
         ids, batch = self.runner.prepare(work)
         applied = perf_counter()
@@ -58,7 +59,7 @@ class Executor:
         if self.rows.deaths:
             self._add_deaths(plan, result)
         ended = perf_counter()
-        result.timings = Timings(idle_s, applied - began, ran - applied, ended - ran)
+        result.timings = Timings(idle_s, applied - began, ran - applied, ended - ran, moved - began)
         return result
 
     def _settle(self, work: Work, bad: Ints, drawn: Drawn) -> None:

@@ -9,15 +9,19 @@ Lengths, with `room` the tokens that fit behind the prompt into the model's leng
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kilburn.controller.api.errors import ApiError, bad_request
 from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest
+from kilburn.controller.auth import Tenant
 from kilburn.controller.choice import Ask
+from kilburn.controller.salts import Salts
 from kilburn.controller.text import Text
 from kilburn.shared.sampling import Sampling
 
 DEFAULT_COMPLETION = 16  # OpenAI's
+MOST_CANDIDATES = 1024  # of one beam in one step
 
 
 class Capacity(Protocol):
@@ -28,6 +32,16 @@ class Capacity(Protocol):
 
     async def room_for(self, num_prompt: int, n: int) -> int:
         """The most tokens that an answer can have. Waits for a worker; raises ApiError where none comes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """What it takes to make an Ask of a request."""
+
+    text: Text
+    capacity: Capacity
+    salts: Salts
+    max_choices: int  # sequences that one request may ask for
 
 
 def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
@@ -63,7 +77,7 @@ async def fitted(
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if num_prompt == 0:
         raise bad_request(field, f"{field}: this is a prompt of no tokens; give at least one")
-    room = await capacity.room_for(num_prompt, request.n)
+    room = await capacity.room_for(num_prompt, request.width)
     if room < (0 if wanted == 0 else 1):
         raise bad_request(
             field,
@@ -83,13 +97,37 @@ async def fitted(
     return max_tokens
 
 
-def _ask(request: Choosing, prompt: Sequence[int], max_tokens: int, sampling: Sampling, prefix: str = "") -> Ask:
+def bound(request: Choosing, num_prompts: int, most: int) -> None:
+    """Raises ApiError where the request asks for too much, before anything is made for it."""
+    if request.width * num_prompts <= most:
+        return
+    field = "n"
+    if request.width > request.n:
+        field = "best_of" if request.beams is None else "beam_width"
+    times = f" times {num_prompts} prompts" if num_prompts > 1 else ""
+    raise bad_request(field, f"{field} is {request.width}{times}, and a request may have at most {most} sequences")
+
+
+def _bound_candidates(request: Choosing, sampling: Sampling, vocab_size: int) -> None:
+    if request.beams is None:
+        return
+    most = min(vocab_size, MOST_CANDIDATES)
+    if (1 + max(1, len(sampling.stop_ids))) * request.beams.width > most:
+        raise bad_request("beam_width", f"beam_width times the stop ids, and one, must be at most {most}; lower either")
+
+
+def _ask(
+    request: Choosing, prompt: Sequence[int], max_tokens: int, sampling: Sampling, salt: bytes, prefix: str = ""
+) -> Ask:
     return Ask(
         prompt,
         max_tokens,
         sampling,
-        n=request.n,
+        n=request.n if request.beams is not None else request.width,
+        keep=request.n,
+        beams=request.beams,
         priority=request.priority,
+        salt=salt,
         stops=request.stop,
         include_stop=request.include_stop_str_in_output,
         skip_special=request.skip_special_tokens,
@@ -97,17 +135,23 @@ def _ask(request: Choosing, prompt: Sequence[int], max_tokens: int, sampling: Sa
     )
 
 
-async def completion_asks(request: CompletionRequest, text: Text, capacity: Capacity) -> list[Ask]:
+async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Tenant) -> list[Ask]:
     """One for each prompt. Raises ApiError."""
+    text, capacity = asking.text, asking.capacity
+    bound(request, len(request.prompt), asking.max_choices)
     num_logprobs = request.logprobs if request.logprobs is not None else -1
+    if request.beams is None and request.width > request.n:
+        num_logprobs = max(num_logprobs, 0)  # the best are told by them
+    salt = asking.salts.of(tenant.name, request.cache_salt)
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
+    _bound_candidates(request, sampling, capacity.vocab_size)
     asks: list[Ask] = []
     for prompt, ids in zip(request.prompt, await _prompt_ids(request, text, capacity), strict=True):
         max_tokens = await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(ids), capacity)
         prefix = ""
         if request.echo:
             prefix = prompt if isinstance(prompt, str) else text.decode(ids, request.skip_special_tokens)
-        asks.append(_ask(request, ids, max_tokens, sampling, prefix))
+        asks.append(_ask(request, ids, max_tokens, sampling, salt, prefix))
     return asks
 
 
@@ -130,12 +174,16 @@ async def _prompt_ids(request: CompletionRequest, text: Text, capacity: Capacity
     return found
 
 
-async def chat_ask(request: ChatRequest, ids: Sequence[int], text: Text, capacity: Capacity) -> Ask:
+async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, tenant: Tenant) -> Ask:
     """Raises ApiError."""
+    text, capacity = asking.text, asking.capacity
+    bound(request, 1, asking.max_choices)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
+    _bound_candidates(request, sampling, capacity.vocab_size)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    return _ask(request, ids, await fitted(request, wanted, None, len(ids), capacity), sampling)
+    max_tokens = await fitted(request, wanted, None, len(ids), capacity)
+    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt))
 
 
 def no_worker(recovery_s: float) -> ApiError:

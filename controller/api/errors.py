@@ -23,6 +23,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.TOO_WIDE: (400, "too_many_choices"),
     Refusal.QUEUE_FULL: (429, "queue_full"),
     Refusal.NO_WORKER: (503, "no_worker"),
+    Refusal.PINS_FULL: (409, "pins_full"),
     Refusal.SHUTTING_DOWN: (503, "shutting_down"),
 }
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}  # others by their hundred

@@ -75,6 +75,7 @@ class CompletionLayout:
                 "text": delta.text,
                 "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
                 "finish_reason": _finish(delta),
+                **_scores(delta),
             }
             for delta in deltas
         ]
@@ -121,6 +122,7 @@ class ChatLayout:
                 "message": {"role": "assistant", "content": delta.text, "refusal": None},
                 "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
                 "finish_reason": _finish(delta),
+                **_scores(delta),
             }
             for delta in deltas
         ]
@@ -157,6 +159,17 @@ class ChatLayout:
             "logprob": max(logprob, LEAST_LOGPROB),
             "bytes": list(self._text.token_bytes(id)),
         }
+
+
+def _scores(delta: Delta) -> dict[str, float]:
+    """What a choice of a beam search says of itself, beside OpenAI's fields."""
+    if delta.beam is None:
+        return {}
+    beam = delta.beam
+    return {
+        "cumulative_logprob": max(beam.cumulative_logprob, LEAST_LOGPROB),
+        "beam_score": max(beam.score, LEAST_LOGPROB),
+    }
 
 
 def _finish(delta: Delta) -> str | None:

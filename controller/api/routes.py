@@ -12,17 +12,19 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from kilburn.controller.api.asking import Capacity, chat_ask, completion_asks
+from kilburn.controller.api.asking import Asking, chat_ask, completion_asks
 from kilburn.controller.api.checks import read_as, read_json
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, every_error, failure, refusal
-from kilburn.controller.api.guard import Access, Guard
+from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Layout, to_json
 from kilburn.controller.api.messages import for_template
+from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kilburn.controller.api.sse import EventStream
 from kilburn.controller.auth import Keyring
 from kilburn.controller.choice import Ask, Delta
 from kilburn.controller.metrics import CONTENT_TYPE, Metrics
+from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.streams import Answer, Streams
 from kilburn.controller.template import TemplateRefused
 from kilburn.controller.text import ChatOptions, Text
@@ -35,14 +37,18 @@ T = TypeVar("T")
 class Service:
     """All that the routes stand on."""
 
-    text: Text
+    asking: Asking
     streams: Streams
-    capacity: Capacity
+    names: NamedPrefixes
     metrics: Metrics
     model_name: str
     created: int  # when this service began, in seconds
     max_len: Callable[[], int | None]
     why_not_ready: Callable[[], str | None]  # None: tokens can be produced now
+
+    @property
+    def text(self) -> Text:
+        return self.asking.text
 
 
 class Routes:
@@ -57,7 +63,7 @@ class Routes:
         service = self._service
         wanted = await self._read(CompletionRequest, request)
         self._check_model(wanted.model)
-        asks = await completion_asks(wanted, service.text, service.capacity)
+        asks = await completion_asks(wanted, service.asking, request[TENANT])
         with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
         layout = CompletionLayout(service.text, service.model_name, wanted.logprobs is not None, with_usage)
         return await self._answer(request, asks, layout, wanted.stream, with_usage)
@@ -74,7 +80,7 @@ class Routes:
             extra=tuple((wanted.chat_template_kwargs or {}).items()),
         )
         ids = await self._chat_ids(wanted.messages, options)
-        asks = [await chat_ask(wanted, ids, service.text, service.capacity)]
+        asks = [await chat_ask(wanted, ids, service.asking, request[TENANT])]
         with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
         layout = ChatLayout(service.text, service.model_name, wanted.logprobs, with_usage)
         return await self._answer(request, asks, layout, wanted.stream, with_usage)
@@ -104,7 +110,7 @@ class Routes:
             deltas = await answer.whole()
             if (broken := _broken(answer, deltas)) is not None:
                 raise broken
-            return web.json_response(layout.whole(answer, deltas), dumps=to_json)
+            return web.json_response(layout.whole(answer, answer.best(deltas)), dumps=to_json)
         finally:
             streams.leave(answer)
 
@@ -163,7 +169,7 @@ class Routes:
         service = self._service
         wanted = await self._read(DetokenizeRequest, request)
         self._check_model(wanted.model)
-        beyond = [id for id in wanted.tokens if id >= service.capacity.vocab_size]
+        beyond = [id for id in wanted.tokens if id >= service.asking.capacity.vocab_size]
         if beyond:
             raise bad_request("tokens", f"tokens: this model has no token {beyond[0]}")
         return web.json_response({"prompt": service.text.decode(wanted.tokens)}, dumps=to_json)
@@ -205,11 +211,16 @@ def _broken(answer: Answer, deltas: Sequence[Delta]) -> ApiError | None:
 def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.Application:
     """All routes behind the guard. Served with handler_cancellation, or blocks of clients that left stay taken."""
     routes = Routes(service)
+    prefixes = PrefixRoutes(service.text, service.names, service.model_name)
     table: list[tuple[str, str, Handler, Access]] = [
         ("POST", "/v1/completions", routes.completions, Access.TENANT),
         ("POST", "/v1/chat/completions", routes.chat_completions, Access.TENANT),
         ("GET", "/v1/models", routes.models, Access.TENANT),
         ("GET", "/v1/models/{model:.+}", routes.model, Access.TENANT),
+        ("POST", "/v1/prefixes", prefixes.create, Access.TENANT),
+        ("GET", "/v1/prefixes", prefixes.listed, Access.TENANT),
+        ("GET", "/v1/prefixes/{name}", prefixes.show, Access.TENANT),
+        ("DELETE", "/v1/prefixes/{name}", prefixes.delete, Access.TENANT),
         ("POST", "/tokenize", routes.tokenize, Access.TENANT),
         ("POST", "/detokenize", routes.detokenize, Access.TENANT),
         ("GET", "/metrics", routes.metrics, Access.TENANT),

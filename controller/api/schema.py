@@ -2,24 +2,31 @@
 
 Names and defaults are OpenAI's where it has them, else vLLM's. What is here is what is honoured: a field that would
 change the answer and is not honoured is refused by name rather than ignored.
+
+Beam search: `use_beam_search` turns it on, as does `beam_width`. `n` choices are returned, best first, of a search
+that is `beam_width` wide; without `beam_width` it is `n` wide, as vLLM has it.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from kilburn.controller.api.checks import Check, Entry, Flag, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
-from kilburn.controller.api.errors import bad_request
+from kilburn.controller.api.errors import ApiError, bad_request
+from kilburn.controller.core.events import BeamSettings, EarlyStopping
 
 INT32_MAX = 2**31 - 1
 MOST_CHARS = 1 << 24  # of one prompt; the body's own limit is usually lower
 MOST_PROMPTS = 64
-MOST_CHOICES = 64  # n times prompts
+MOST_CHOICES = 128  # sequences of one request; a server may allow fewer
+MOST_BEAMS = 16
 MOST_MESSAGES = 4096
 MOST_STOPS = 16
 MOST_STOP_CHARS = 256
 MOST_STOP_IDS = 256
 MOST_BIASES = 1024
 MOST_LOGPROBS = 20
+MOST_SALT_CHARS = 1024
 MOST_PROMPT_IDS = 1 << 20
 
 
@@ -67,6 +74,42 @@ class Biases:
         return tuple(biases.items())
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """false, true or "never", as transformers has it."""
+
+    def read(self, value: Any, where: str) -> EarlyStopping:
+        if value is False:
+            return EarlyStopping.HEURISTIC
+        if value is True:
+            return EarlyStopping.FULL
+        if value == "never":
+            return EarlyStopping.NEVER
+        raise bad_request(where, f'{where} must be false, true or "never"')
+
+
+# With beams, what these fields ask for cannot be had: the values that ask for nothing, and what to do.
+_NOT_WITH_BEAMS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "stream": ((False,), "no token is certain before the search is over"),
+    "stop": (((),), "use stop_token_ids"),
+    "presence_penalty": ((0.0,), "leave it out"),
+    "frequency_penalty": ((0.0,), "leave it out"),
+    "repetition_penalty": ((1.0,), "leave it out"),
+    "temperature": ((0.0, 1.0), "a search draws nothing"),
+    "top_p": ((1.0,), "a search draws nothing"),
+    "top_k": ((0, -1), "a search draws nothing"),
+    "min_p": ((0.0,), "a search draws nothing"),
+    "logprobs": ((None, False), "each choice says its cumulative_logprob"),
+    "best_of": ((None,), "use beam_width"),
+    "structured_outputs": ((None,), "leave it out"),
+    "guided_json": ((None,), "leave it out"),
+    "guided_regex": ((None,), "leave it out"),
+    "guided_choice": ((None,), "leave it out"),
+    "guided_grammar": ((None,), "leave it out"),
+    "response_format": ((None,), "leave it out"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
     include_usage: bool = knob(Flag(), False)
@@ -98,7 +141,11 @@ class Choosing:
     priority: int = knob(Whole(-(2**31), INT32_MAX), 0)
     stream: bool = knob(Flag(), False)
     stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)  # noqa: RUF009  # a field
-    use_beam_search: None = knob(Unsupported((False,), "leave it out"), None)
+    use_beam_search: bool | None = knob(Flag(), None)
+    beam_width: int | None = knob(Whole(1, MOST_BEAMS), None)
+    length_penalty: float = knob(Real(-10.0, 10.0), 1.0)
+    early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC)  # noqa: RUF009  # a field
+    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
     prompt_logprobs: None = knob(Unsupported((), "leave it out"), None)
     truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
@@ -110,11 +157,45 @@ class Choosing:
     guided_choice: None = knob(Unsupported((), "leave it out"), None)
     guided_grammar: None = knob(Unsupported((), "leave it out"), None)
     response_format: None = knob(Unsupported(({"type": "text"},), "only plain text is produced"), None)
-    cache_salt: None = knob(Unsupported((), "leave it out"), None)
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options is only allowed when stream is true")
+        self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.use_beam_search is False and self.beam_width is not None:
+            raise bad_request("beam_width", "beam_width wants use_beam_search: true, or to be left out")
+        if self.beams is None:
+            if self.length_penalty != 1.0:
+                raise bad_request("length_penalty", "length_penalty wants use_beam_search: true")
+            if self.early_stopping is not EarlyStopping.HEURISTIC:
+                raise bad_request("early_stopping", "early_stopping wants use_beam_search: true")
+            return
+        if self.beams.width > MOST_BEAMS:
+            raise bad_request("n", f"a beam search is at most {MOST_BEAMS} wide; lower n")
+        if self.n > self.beams.width:
+            raise bad_request("n", f"n must not exceed beam_width, which is {self.beams.width}")
+        for name, (neutral, instead) in _NOT_WITH_BEAMS.items():
+            value = getattr(self, name, neutral[0])
+            if not any(type(value) is type(same) and value == same for same in neutral):
+                message = f"{name} cannot be had together with beam search; {instead}"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
+        if self.max_tokens == 0:
+            raise bad_request("max_tokens", "max_tokens must be at least 1 with beam search")
+
+    @property
+    def beams(self) -> BeamSettings | None:
+        """The search that is asked for."""
+        if not self.use_beam_search and self.beam_width is None:
+            return None
+        width = self.beam_width if self.beam_width is not None else self.n
+        return BeamSettings(width, self.length_penalty, self.early_stopping)
+
+    @property
+    def width(self) -> int:
+        """Sequences that one prompt asks for."""
+        return self.n if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +215,14 @@ class CompletionRequest(Choosing):
             raise bad_request("max_tokens", "max_tokens must be at least 1, unless echo is true")
         if self.echo and self.logprobs is not None:
             raise bad_request("logprobs", "log probabilities of the prompt are not supported; drop echo or logprobs")
-        if self.best_of is not None and self.best_of != self.n:
-            raise bad_request("best_of", "best_of other than n is not supported; leave it out", "unsupported_parameter")
-        if self.n * len(self.prompt) > MOST_CHOICES:
-            raise bad_request("n", f"n times the number of prompts must be at most {MOST_CHOICES}")
+        if self.best_of is not None and self.best_of < self.n:
+            raise bad_request("best_of", f"best_of must be at least n, which is {self.n}")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise bad_request("best_of", "best_of beyond n cannot be streamed: the best is known at the end")
+
+    @property
+    def width(self) -> int:
+        return super().width if self.best_of is None else self.best_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +253,28 @@ class ChatRequest(Choosing):
             )
         if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
             raise bad_request("chat_template_kwargs", "chat_template_kwargs must be an object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixRequest:
+    """A name for a text, or for the messages that chats begin with."""
+
+    name: str = needed(Words(64, least=1))
+    text: str | None = knob(Words(MOST_CHARS), None)
+    messages: tuple[dict[str, Any], ...] | None = knob(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1), None)
+    model: str = knob(Words(256), "")
+    public: bool = knob(Flag(), False)
+    add_special_tokens: bool = knob(Flag(), True)
+    allow_special_tokens: bool = knob(Flag(), False)
+    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
+            raise bad_request("name", "name has 1 to 64 letters, digits, '.', '_' or '-'")
+        if (self.text is None) == (self.messages is None):
+            raise bad_request("text", "give either text or messages")
+        if self.public and self.cache_salt:
+            raise bad_request("cache_salt", "cache_salt has no meaning for a public prefix; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ Questions change nothing; commands cannot fail for a reason that a question coul
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kilburn.shared.types import LawBroken
 
@@ -65,6 +66,7 @@ class BlockPool:
         self._quarantined: set[int] = set()
         self._names: dict[int, Name] = {}
         self._named: dict[bytes, int] = {}
+        self._was_shared: set[int] = set()
         self._num_owned = 0
         self._num_refs = 0
 
@@ -128,6 +130,15 @@ class BlockPool:
         unowned = {*self._free, *self._cached}
         return {b for b, count in enumerate(holders) if count != self._refs[b] or (count and b in unowned)}
 
+    def was_shared(self, block: int) -> bool:
+        """Whether anybody found the block, or forked off it, since it was taken."""
+        return block in self._was_shared
+
+    def next_evicted(self, num_blocks: int) -> list[int]:
+        """The cached blocks that taking so many would evict."""
+        num_evicted = num_blocks - len(self._free)
+        return list(islice(self._cached, num_evicted)) if num_evicted > 0 else []
+
     # --- commands
 
     def take(self, num_blocks: int, step: int) -> list[int]:
@@ -145,6 +156,7 @@ class BlockPool:
             self.num_evictions += 1
         self._refs[block] = 1
         self._taken_at[block] = step
+        self._was_shared.discard(block)
         self._num_owned += 1
         self._num_refs += 1
         return block
@@ -158,6 +170,7 @@ class BlockPool:
             self._num_owned += 1
         self._refs[block] += 1
         self._num_refs += 1
+        self._was_shared.add(block)
 
     def drop(self, blocks: Sequence[int]) -> None:
         """A table lets go of its blocks, tails first, so that a prefix outlives what extends it."""

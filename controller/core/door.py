@@ -6,18 +6,17 @@ the number that would fit.
 
 from collections.abc import Sequence
 
-from kilburn.controller.core import policy
 from kilburn.controller.core.events import Refusal, Refused, Submit
 from kilburn.controller.core.scheduler import Scheduler
 
 
-def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler]) -> int | None:
+def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler], num_shared: int = 0) -> int | None:
     """The most max_tokens that a prompt of this length can have on a worker group wide enough; None without one.
 
-    Zero or less: the prompt itself does not fit.
+    Zero or less: the prompt itself does not fit. `num_shared`: blocks of named prefixes that the prompt begins with.
     """
     rooms = [
-        min(s.max_len, policy.longest_limit(num_prompt, n, s.pool.num_blocks, s.block_size) + 1) - num_prompt
+        min(s.max_len, s.longest_limit(num_prompt, n, num_shared) + 1) - num_prompt
         for s in schedulers
         if s.fits_width(n)
     ]
@@ -26,17 +25,18 @@ def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler]) -> int | 
 
 def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None:
     """Why the request can run on none of the worker groups; None where it can, or where there are none yet."""
-    num_prompt, n = len(submit.prompt), submit.n
+    num_prompt, n = len(submit.prompt), submit.width
     if not num_prompt:
         return Refused(submit.request_id, Refusal.EMPTY, "the prompt has no tokens")
     limit = num_prompt + submit.max_tokens - 1
-    if not schedulers or any(scheduler.fits(num_prompt, limit, n) for scheduler in schedulers):
+    shared = [scheduler.shared_with_pins(submit.prompt, submit.salt) for scheduler in schedulers]
+    if not schedulers or any(s.fits(num_prompt, limit, n, k) for s, k in zip(schedulers, shared, strict=True)):
         return None
     if not any(scheduler.fits_width(n) for scheduler in schedulers):
         widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
-        message = f"n is {n}, and at most {widest} sequences can run together"
+        message = f"n (or beam_width) is {n}, and at most {widest} sequences can run together"
         return Refused(submit.request_id, Refusal.TOO_WIDE, message)
-    room = room_for(num_prompt, n, schedulers) or 0
+    room = room_for(num_prompt, n, schedulers, max(shared)) or 0
     if room <= 0:
         message = f"the prompt has {num_prompt} tokens and leaves no room for an answer"
     else:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kilburn.controller.core import door, laws
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
+from kilburn.controller.core.commit import Disagreement
 from kilburn.controller.core.events import (
     Arrived,
     Cancel,
@@ -26,6 +28,7 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    Pin,
     Refusal,
     Refused,
     Send,
@@ -34,11 +37,15 @@ from kilburn.controller.core.events import (
     Stop,
     Submit,
     Tick,
+    Unpin,
 )
 from kilburn.controller.core.lease import Lease, LeaseState
+from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.placement import Home, choose
-from kilburn.controller.core.prefix_index import PrefixIndex
-from kilburn.controller.core.scheduler import Disagreement, Scheduler
+from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.prefix_index import Salt
+from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
+from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
 from kilburn.shared.digest import BlockHasher
@@ -67,6 +74,8 @@ class EngineSettings:
     step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included
+    most_pinned: float = 0.5  # of a pool, by named prefixes
+    preemption: Preemption = Preemption.AUTO
 
 
 @dataclass(slots=True)
@@ -89,6 +98,7 @@ class Engine:
         self._groups: dict[int, Group] = {}
         self._placed: dict[int, Home] = {}
         self._homeless: list[_Homeless] = []
+        self._prefixes: dict[int, Prefix] = {}
         self._model_digest: bytes | None = None
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
@@ -110,7 +120,7 @@ class Engine:
         for home in self._homes.values():
             self._plan(home, now, effects)
             self._report_names(home, effects)
-            home.scheduler.pool.check()
+            home.scheduler.memory.check()
         if self._is_closing and not self._groups:
             self._drain(effects)
         self._effects = []
@@ -149,6 +159,10 @@ class Engine:
                 self._stop(request_id, index, effects)
             case Cancel(request_id):
                 self._cancel(request_id)
+            case Pin():
+                self._pin(event, effects)
+            case Unpin(prefix_id):
+                self._unpin(prefix_id)
             case Left(peer, reason):
                 self._end_lease(peer, reason, now, effects)
             case Shutdown():
@@ -163,9 +177,7 @@ class Engine:
             return
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
-        group = Group(
-            submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, submit.salt
-        )
+        group = _group(submit, place, Salt(submit.salt, public_run(submit.prompt, self._prefixes.values())))
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
             effects.append(Started(submit.request_id, 0))
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
@@ -176,11 +188,47 @@ class Engine:
     def _refusal(self, submit: Submit) -> Refused | None:
         if self._is_closing:
             return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
-        num_waiting = len(self._homeless) + sum(len(home.scheduler.line.waiting) for home in self._homes.values())
+        num_waiting = len(self._homeless) + sum(home.scheduler.line.num_waiting for home in self._homes.values())
         if num_waiting >= self.settings.max_waiting:
             message = f"{num_waiting} requests are waiting; try again later"
             return Refused(submit.request_id, Refusal.QUEUE_FULL, message)
         return door.objection(submit, [home.scheduler for home in self._homes.values()])
+
+    def _pin(self, pin: Pin, effects: list[Effect]) -> None:
+        salt = Salt() if pin.is_public else Salt(pin.salt, public_run(pin.tokens, self._prefixes.values()))
+        prefix = Prefix(pin.prefix_id, pin.tokens, salt, pin.is_public)
+        if self._is_closing:
+            effects.append(Refused(pin.prefix_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
+            return
+        if not pin.tokens:
+            effects.append(Refused(pin.prefix_id, Refusal.EMPTY, "the prefix has no tokens"))
+            return
+        for home in self._homes.values():
+            reason = self._pin_on(home, prefix)
+            if reason is not None:
+                self._unpin(pin.prefix_id)
+                effects.append(Refused(pin.prefix_id, Refusal.PINS_FULL, reason))
+                return
+        self._prefixes[pin.prefix_id] = prefix
+
+    def _pin_on(self, home: Home, prefix: Prefix) -> str | None:
+        """Have a worker group compute and hold a prefix; returns the reason where it cannot."""
+        self._num_arrivals += 1
+        group = PinGroup(prefix, self._num_arrivals)
+        reason = home.scheduler.objection_to_pin(
+            group, self.settings.most_pinned, [homeless.group for homeless in self._homeless]
+        )
+        if reason is None:
+            home.scheduler.line.enqueue(group)
+        return reason
+
+    def _unpin(self, prefix_id: int) -> None:
+        self._prefixes.pop(prefix_id, None)
+        for home in self._homes.values():
+            for pin in home.scheduler.line.all_pins:
+                if pin.request_id == prefix_id:
+                    home.scheduler.line.cancel(pin)
+            self._forget_ended(home)
 
     def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
         group, home = self._groups.get(request_id), self._placed.get(request_id)
@@ -191,7 +239,7 @@ class Engine:
             self._forget_ended(home)
             return
         for sequence in list(group.live):
-            if sequence.index == index and group.has_forked:
+            if sequence.index == index and group.has_forked and not isinstance(group, BeamGroup):
                 sequence.move(State.FINISHED)
                 group.live.remove(sequence)
                 effects.append(Finished(request_id, index, FinishReason.STOP))
@@ -216,8 +264,9 @@ class Engine:
 
     def _forget_ended(self, home: Home) -> None:
         for group in home.scheduler.line.ended:
-            del self._groups[group.request_id]
-            del self._placed[group.request_id]
+            if not isinstance(group, PinGroup):
+                del self._groups[group.request_id]
+                del self._placed[group.request_id]
         home.scheduler.line.ended.clear()
 
     # --- workers
@@ -260,9 +309,14 @@ class Engine:
         lease = Lease(self._leases_began, peer, hello, settings.beat_s, settings.silence_s, now)
         pool = self._new_pool(hello.num_blocks)
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
-        index = PrefixIndex(pool, hasher, hello.layout.block_size)
-        self._homes[peer] = Home(lease, Scheduler(hello, index, pool, lease.id, settings.max_step_tokens))
+        memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
+        scheduler = Scheduler(hello, memory, lease.id, settings.max_step_tokens, settings.preemption)
+        self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
+        for prefix in self._prefixes.values():
+            missing = self._pin_on(self._homes[peer], prefix)
+            if missing is not None:
+                effects.append(Note(NoteKind.NOT_PINNED, f"prefix {prefix.prefix_id} on {hello.name}: {missing}"))
         welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
         effects.append(Send(peer, welcome))
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
@@ -356,6 +410,8 @@ class Engine:
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
+        if home.lease.state is LeaseState.DRAINING:
+            return  # a named prefix is not waited for, and not begun
         while len(scheduler.flights) < self.settings.depth:
             plan = scheduler.plan(now, effects)
             if plan is None:
@@ -398,6 +454,7 @@ class Engine:
             g.request_id
             for home in self._homes.values()
             for g in home.scheduler.line.running + home.scheduler.line.waiting
+            if not isinstance(g, PinGroup)
         }
         homeless = {entry.group.request_id for entry in self._homeless}
         if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
@@ -422,3 +479,8 @@ class Engine:
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects)
         return self.handle((), now)
+
+
+def _group(submit: Submit, place: Place, salt: Salt) -> Group:
+    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, salt)
+    return Group(*parts) if submit.beams is None else BeamGroup(*parts, submit.beams)

@@ -17,12 +17,28 @@ from kilburn.shared.types import FinishReason
 # --- events
 
 
+class EarlyStopping(Enum):
+    """When a beam search is over. See beam.py."""
+
+    HEURISTIC = "heuristic"  # the API's false
+    FULL = "full"  # the API's true
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSettings:
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A request as token ids. `request_id` is the edge's own, never a client's, and unique in this process's life.
 
     sampling.seed is set; sampling.stop_ids are those that end a sequence; sampling.choose is the core's to fill in.
-    The core answers with Refused, or with Emit... and one Finished for each of `n` indices.
+    The core answers with Refused, or with Emit... and one Finished for each of `n` indices. With `beams` it answers
+    with a Beam for each of the `n` best ones instead, when the search is over.
     """
 
     request_id: int
@@ -32,6 +48,12 @@ class Submit:
     n: int = 1
     priority: int = 0  # lower runs first, as vLLM has it
     salt: bytes = b""
+    beams: BeamSettings | None = None
+
+    @property
+    def width(self) -> int:
+        """Sequences that may run together."""
+        return self.n if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,26 @@ class Cancel:
     """The client left: the whole group ends, and nothing more is emitted for it. Idempotent."""
 
     request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Compute this prefix and hold it. Answered with Refused, or with Pinned once it is held by some worker group.
+
+    `prefix_id` is of the same kind as a request_id. A public prefix is unsalted.
+    """
+
+    prefix_id: int
+    tokens: tuple[int, ...]
+    salt: bytes = b""
+    is_public: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """The name was deleted. Idempotent."""
+
+    prefix_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +117,7 @@ class Shutdown:
     """Take no new requests, finish those that are here, and tell the workers to drain."""
 
 
-Event = Submit | Stop | Cancel | Arrived | Left | Tick | Shutdown
+Event = Submit | Stop | Cancel | Pin | Unpin | Arrived | Left | Tick | Shutdown
 
 
 # --- effects
@@ -89,6 +131,7 @@ class Refusal(Enum):
     TOO_WIDE = "too wide"  # more sequences than rows or budget
     QUEUE_FULL = "queue full"
     NO_WORKER = "no worker"
+    PINS_FULL = "pins full"  # a named prefix beyond what may be pinned, or that would strand an accepted request
     SHUTTING_DOWN = "shutting down"
 
 
@@ -128,6 +171,27 @@ class Finished:
 
 
 @dataclass(slots=True)
+class Beam:
+    """A choice of a beam search, whole; the last word on it. Index 0 is the best by score."""
+
+    request_id: int
+    index: int
+    tokens: tuple[int, ...]  # generated ones, a stop id included
+    cumulative_logprob: float
+    score: float
+    reason: FinishReason
+
+
+@dataclass(slots=True)
+class Pinned:
+    """A named prefix is computed and held by a worker group. Comes again after a worker's restart."""
+
+    prefix_id: int
+    group: str
+    num_blocks: int
+
+
+@dataclass(slots=True)
 class Send:
     """Put this message on the wire to `peer`."""
 
@@ -149,6 +213,7 @@ class NoteKind(Enum):
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LAW_BROKEN = "law broken"
+    NOT_PINNED = "not pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +224,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Send | Names | Note
+Effect = Refused | Started | Emit | Finished | Beam | Pinned | Send | Names | Note

@@ -9,14 +9,24 @@ from collections.abc import Iterable
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.events import Effect
 from kilburn.controller.core.lineup import Lineup
-from kilburn.controller.core.sequence import Sequence, State
+from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.shared.types import LawBroken
+
+FAILED = "the server's block accounting failed for this request"
 
 
 def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block_size: int) -> None:
     """Everything that must hold between events. `in_flight`: (sequence, epoch, positions) of every plan under way."""
     sequences = [sequence for group in line.running for sequence in group.live]
-    line.pool.validate([sequence.own_table.blocks for sequence in sequences])
+    pinned = [sequence for pin in line.pinned for sequence in pin.live]
+    memory = line.memory
+    memory.device.validate([sequence.own_table.blocks for sequence in (*sequences, *pinned)])
+    swapped = [sequence for group in line.waiting for sequence in group.live if sequence.state is State.SWAPPED]
+    memory.host.validate([[host for host in sequence.host if host is not None] for sequence in swapped])
+    if memory.host.num_owned > memory.device.num_blocks:
+        raise LawBroken("swapped groups hold more on the host than the device has")
+    if any(s.state is not State.PINNED or s.row >= 0 or s.num_computed != s.num_prompt for s in pinned):
+        raise LawBroken("a pinned prefix that is not complete, or has a row")
     rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
     if sorted(rows + line.free_rows) != list(range(line.max_rows)):
         raise LawBroken("a row is used twice, or lost")
@@ -31,10 +41,18 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
             positions[sequence] += count
     for sequence in sequences:
         _validate_running(sequence, positions[sequence], block_size)
-        _validate_blocks(line.pool, sequence, block_size)
+        _validate_blocks(memory.device, sequence, block_size)
     for group in line.waiting:
-        if any(s.state is not State.WAITING or s.table or s.num_planned or s.row >= 0 for s in group.live):
-            raise LawBroken(f"request {group.request_id} waits and yet holds something")
+        _validate_waiting(group)
+
+
+def _validate_waiting(group: Group) -> None:
+    for sequence in group.live:
+        holds = sequence.table is not None or sequence.row >= 0 or sequence.num_planned != sequence.num_computed
+        if holds or sequence.state is not (State.SWAPPED if group.is_swapped else State.WAITING):
+            raise LawBroken(f"{sequence} waits and yet holds something, or not as its group does")
+        if not group.is_swapped and (sequence.num_computed or sequence.host):
+            raise LawBroken(f"{sequence} waits to be computed and claims to be")
 
 
 def _validate_running(sequence: Sequence, in_flight: int, block_size: int) -> None:
@@ -62,13 +80,33 @@ def _validate_blocks(pool: BlockPool, sequence: Sequence, block_size: int) -> No
 
 def contain(line: Lineup, effects: list[Effect]) -> None:
     """A law is broken: blocks whose owners do not add up are quarantined, and the requests that hold them fail."""
-    tables = {group.request_id: [b for s in group.live if s.table for b in s.table.blocks] for group in line.running}
-    suspects = line.pool.suspects(tables.values())
+    _contain_device(line, effects)
+    _contain_host(line, effects)
+
+
+def _contain_device(line: Lineup, effects: list[Effect]) -> None:
+    holders: list[Group] = [*line.running, *line.pinned]
+    tables = [[block for s in group.live if s.table for block in s.table.blocks] for group in holders]
+    suspects = line.memory.device.suspects(tables)
     for block in suspects:
-        line.pool.quarantine(block)
-    for group in list(line.running):
-        if suspects.isdisjoint(tables[group.request_id]):
+        line.memory.device.quarantine(block)
+    for group, table in zip(holders, tables, strict=True):
+        if suspects.isdisjoint(table):
             continue
         for sequence in group.live:
             sequence.table = None  # its references are not to be trusted
-        line.fail(group, "the server's block accounting failed for this request", effects)
+        line.fail(group, FAILED, effects)
+
+
+def _contain_host(line: Lineup, effects: list[Effect]) -> None:
+    holders = [group for group in line.waiting if group.is_swapped]
+    copies = [[block for s in group.live for block in s.host if block is not None] for group in holders]
+    suspects = line.memory.host.suspects(copies)
+    for block in suspects:
+        line.memory.host.quarantine(block)
+    for group, held in zip(holders, copies, strict=True):
+        if suspects.isdisjoint(held):
+            continue
+        for sequence in group.live:
+            sequence.host = []
+        line.fail(group, FAILED, effects)

@@ -9,25 +9,58 @@ included. The one thing that this file does to memory is to let go of it.
 
 from bisect import insort
 
-from kilburn.controller.core.block_pool import BlockPool
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind
+from kilburn.controller.core.memory import Memory, Moves
+from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.shared.layout import blocks_for
 from kilburn.shared.types import FinishReason
 
 
 class Lineup:
     """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
 
-    def __init__(self, pool: BlockPool, max_rows: int) -> None:
-        self.pool, self.max_rows = pool, max_rows
+    def __init__(self, memory: Memory, max_rows: int) -> None:
+        self.memory, self.max_rows = memory, max_rows
         self.running: list[Group] = []
         self.waiting: list[Group] = []
+        self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
         self.free_rows = list(range(max_rows - 1, -1, -1))
-        self.num_preemptions = 0
+        self.num_recomputed = self.num_swapped_out = self.num_swapped_in = 0  # groups
+
+    # --- questions
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that named prefixes hold, or will once they are computed. Counted apart where they share."""
+        return sum(blocks_for(len(pin.prefix.tokens), self.memory.block_size) for pin in self.all_pins)
+
+    @property
+    def all_pins(self) -> list[PinGroup]:
+        return [group for group in (*self.pinned, *self.running, *self.waiting) if isinstance(group, PinGroup)]
+
+    @property
+    def pinned_blocks(self) -> list[int]:
+        """What complete prefixes hold."""
+        return [block for pin in self.pinned for block in pin.live[0].own_table.blocks]
+
+    def holding(self, block: int) -> list[Group]:
+        """The running groups that hold a block."""
+        return [group for group in self.running if any(block in s.own_table.blocks for s in group.live)]
+
+    def pins_holding(self, block: int) -> list[PinGroup]:
+        return [pin for pin in self.pinned if any(block in s.own_table.blocks for s in pin.live)]
 
     # --- on to the rows
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait. Named prefixes are before them in line, and no requests."""
+        num_pins = next((i for i, g in enumerate(self.waiting) if not isinstance(g, PinGroup)), len(self.waiting))
+        return len(self.waiting) - num_pins
 
     def enqueue(self, group: Group) -> None:
         insort(self.waiting, group, key=lambda g: g.place)
@@ -37,41 +70,98 @@ class Lineup:
         """Sequences here, for placement."""
         return self.max_rows - len(self.free_rows) + sum(group.width for group in self.waiting)
 
-    def start(self, group: Group, tables: list[BlockTable], hits: list[int], plan_ends: list[int], size: int) -> None:
-        """The head of the line begins to run: a row for each of its sequences, and for those still to be forked.
+    def start(self, group: Group, tables: list[BlockTable], computed: list[int], plan_ends: list[int]) -> None:
+        """A waiting group begins to run: a row for each of its sequences, and for those still to be forked.
 
-        For each live sequence its table, the positions in it that are computed, and how far it may be planned; `size`
-        is that of a block.
+        For each live sequence its table, the positions in it that are computed, and how far it may be planned.
         """
         self.waiting.remove(group)
         insort(self.running, group, key=lambda g: g.place)
-        for sequence, table, num_hit, plan_end in zip(group.live, tables, hits, plan_ends, strict=True):
-            sequence.start(self.free_rows.pop(), table, num_hit, len(table.blocks) * size, plan_end)
+        for sequence, table, num_computed, plan_end in zip(group.live, tables, computed, plan_ends, strict=True):
+            capacity = len(table.blocks) * self.memory.block_size
+            sequence.start(self.free_rows.pop(), table, num_computed, capacity, plan_end)
         group.reserved_rows = [self.free_rows.pop() for _ in range(group.width - len(group.live))]
+
+    def lead(self, leader: Sequence) -> None:
+        """Once the blocks that a recomputed group has in common are there, its other sequences share them and go on."""
+        size = self.memory.block_size
+        num_common = leader.num_prompt // size
+        if leader.num_computed < num_common * size:
+            return
+        for sequence in leader.followers:
+            sequence.own_table.adopt_front(leader.own_table.blocks[:num_common])
+            sequence.capacity += num_common * size
+            sequence.num_computed = sequence.num_planned = num_common * size
+            sequence.plan_end = sequence.group.plan_end_of(sequence)
+        leader.followers = []
 
     # --- off the rows
 
-    def preempt(self, group: Group, effects: list[Effect]) -> None:
-        """By recompute: the group goes back to its place in the line with its tokens and nothing else."""
+    def recompute(self, group: Group, effects: list[Effect]) -> None:
+        """The group goes back to its place in the line with its tokens and nothing else."""
         self.take_off(group, State.WAITING)
         self.enqueue(group)
-        self.num_preemptions += 1
-        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}"))
+        self.num_recomputed += 1
+        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by recompute"))
+
+    def swap_out(self, group: Group, moves: Moves, effects: list[Effect]) -> None:
+        """The group goes back to its place in the line, and what it computed to the host."""
+        hosts = self.memory.swap_out(group, self.pinned_blocks, moves)
+        self.running.remove(group)
+        for sequence, host in zip(group.live, hosts, strict=True):
+            self.free_rows.append(sequence.swap_out(host))
+        self._give_back_reserved(group)
+        group.interrupted()
+        self.enqueue(group)
+        self.num_swapped_out += 1
+        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by swap"))
+
+    def forget_swap(self, group: Group) -> None:
+        """A swapped group cannot come back as it was: it waits to be recomputed."""
+        for sequence in group.live:
+            self.memory.forget(sequence)
+            sequence.leave(State.WAITING)
+        self.num_recomputed += 1
+
+    def _give_back_reserved(self, group: Group) -> None:
+        self.free_rows.extend(group.reserved_rows)
+        group.reserved_rows = []
 
     def take_off(self, group: Group, to: State) -> None:
         """The whole group leaves its rows and blocks."""
         self.running.remove(group)
         for sequence in group.live:
             self.free_rows.append(sequence.leave(to))
-        self.free_rows.extend(group.reserved_rows)
-        group.reserved_rows = []
+        self._give_back_reserved(group)
+        group.interrupted()
+
+    def pin(self, group: PinGroup) -> None:
+        """A named prefix is complete: it keeps its blocks and leaves its row."""
+        (sequence,) = group.live
+        self.running.remove(group)
+        self.free_rows.append(sequence.pin())
+        self.pinned.append(group)
+
+    def unsettle(self, group: PinGroup) -> None:
+        """Blocks of a pinned prefix were lost: it is computed again."""
+        self._let_go(group, State.WAITING)
+        self.enqueue(group)
+
+    def _let_go(self, group: Group, to: State) -> None:
+        self.pinned = [other for other in self.pinned if other is not group]
+        for sequence in group.live:
+            sequence.leave(to)
 
     def evacuate(self) -> list[Group]:
         """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
-        groups = [*self.running, *self.waiting]
+        for pin in list(self.pinned):
+            self._let_go(pin, State.WAITING)
+        groups = [group for group in (*self.running, *self.waiting) if not isinstance(group, PinGroup)]
         for group in list(self.running):
             self.take_off(group, State.WAITING)
         for group in groups:
+            if group.is_swapped:
+                self.forget_swap(group)
             for sequence in group.live:
                 sequence.chain = []  # the next worker may have blocks of another size
         self.waiting = []
@@ -80,10 +170,12 @@ class Lineup:
     # --- ends
 
     def stop(self, group: Group, index: int, effects: list[Effect]) -> None:
-        """The text layer found a stop string in one sequence."""
+        """The text layer found a stop string in one sequence. Beams have no text before the search is over."""
+        if isinstance(group, BeamGroup):
+            return
         for sequence in group.live:
             if sequence.index == index and group.has_forked:
-                if sequence.state is State.WAITING:
+                if sequence.state is not State.RUNNING:
                     self._leave_line(sequence, effects)
                 else:
                     self.end(sequence, FinishReason.STOP, effects)
@@ -93,17 +185,21 @@ class Lineup:
         """The client left: the whole group ends, silently."""
         if group in self.running:
             self.take_off(group, State.FINISHED)
+        elif group in self.pinned:
+            self._let_go(group, State.FINISHED)
         else:
             self.waiting.remove(group)
             for sequence in group.live:
-                sequence.move(State.FINISHED)
+                self.memory.forget(sequence)
+                sequence.leave(State.FINISHED)
         group.live = []
         self.ended.append(group)
 
     def _leave_line(self, sequence: Sequence, effects: list[Effect]) -> None:
         """A sequence of a waiting group ends by itself."""
         group = sequence.group
-        sequence.move(State.FINISHED)
+        self.memory.forget(sequence)
+        sequence.leave(State.FINISHED)
         group.live.remove(sequence)
         effects.append(Finished(group.request_id, sequence.index, FinishReason.STOP))
         if not group.live:
@@ -124,13 +220,15 @@ class Lineup:
         if not group.live:
             self.ended.append(group)
             self.running.remove(group)
-            self.free_rows.extend(group.reserved_rows)
-            group.reserved_rows = []
+            self._give_back_reserved(group)
         elif orphans:
             # Nobody computes what they were to share: the group starts over with another leader.
-            self.preempt(group, effects)
+            self.recompute(group, effects)
 
     def fail(self, group: Group, message: str, effects: list[Effect]) -> None:
         indices = group.indices()
         self.cancel(group)
+        if isinstance(group, PinGroup):
+            effects.append(Note(NoteKind.NOT_PINNED, f"prefix {group.request_id}: {message}"))
+            return
         effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)

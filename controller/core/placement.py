@@ -20,7 +20,8 @@ class Home:
 
     def fits(self, group: Group) -> bool:
         first = group.live[0]
-        return self.scheduler.fits(first.num_prompt, first.limit, group.n)
+        shared = self.scheduler.shared_with_pins(first.prompt, group.salt.value)
+        return self.scheduler.fits(first.num_prompt, first.limit, group.most_wide, shared)
 
 
 def choose(homes: Iterable[Home], group: Group) -> Home | None:

@@ -9,10 +9,25 @@ at its position are what a sequence comes for.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from kilburn.controller.core.block_pool import BlockPool, Name
 from kilburn.shared.digest import ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """What keeps a tenant's blocks apart: it enters at the block of position `after`, and is in all names from there.
+
+    The positions before are wholly inside a public named prefix, whose blocks everybody shares.
+    """
+
+    value: bytes = b""
+    after: int = 0
+
+
+UNSALTED = Salt()
 
 
 class Hasher(Protocol):
@@ -25,30 +40,38 @@ class PrefixIndex:
     def __init__(self, pool: BlockPool, hasher: Hasher, block_size: int) -> None:
         self._pool, self._hasher, self._block_size = pool, hasher, block_size
 
-    def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int, salt: bytes) -> None:
+    def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int, salt: Salt) -> None:
         """Make `chain` hold the digests of the first `num_blocks` full blocks of `tokens`."""
         size = self._block_size
         for i in range(len(chain), num_blocks):
             parent = chain[i - 1] if i else ROOT
-            chain.append(self._hasher.digest(parent, tokens[i * size : (i + 1) * size], b"" if i else salt))
+            chain.append(
+                self._hasher.digest(
+                    parent, tokens[i * size : (i + 1) * size], salt.value if i == salt.after // size else b""
+                )
+            )
 
-    def match(self, chain: list[bytes], tokens: Sequence[int], salt: bytes) -> list[int]:
-        """The longest run of leading blocks that the pool holds, without the block of the newest token."""
-        size, found = self._block_size, list[int]()
-        for i in range((len(tokens) - 1) // size):
+    def find(self, chain: list[bytes], i: int, tokens: Sequence[int]) -> int | None:
+        """The block that holds full block number i of `tokens`, whose digest is in `chain`."""
+        block = self._pool.find(chain[i])
+        name = None if block is None else self._pool.name_of(block)
+        if name is None or name.parent != (chain[i - 1] if i else ROOT):
+            return None
+        size = self._block_size
+        return block if name.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
+
+    def match(self, chain: list[bytes], tokens: Sequence[int], salt: Salt, first: int = 0) -> list[int]:
+        """The longest run of blocks from number `first` on that the pool holds, without that of the newest token."""
+        found: list[int] = []
+        for i in range(first, (len(tokens) - 1) // self._block_size):
             self.extend(chain, tokens, i + 1, salt)
-            block = self._pool.find(chain[i])
-            name = self._pool.name_of(block) if block is not None else None
-            if block is None or name is None or name.parent != (chain[i - 1] if i else ROOT):
-                break
-            if name.tokens != tuple(tokens[i * size : (i + 1) * size]):
+            block = self.find(chain, i, tokens)
+            if block is None:
                 break
             found.append(block)
         return found
 
-    def publish(
-        self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, salt: bytes
-    ) -> None:
+    def publish(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, salt: Salt) -> None:
         """Name the full blocks from number `first` on: all of blocks[first:] are full and committed."""
         size = self._block_size
         self.extend(chain, tokens, len(blocks), salt)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.prefix_index import UNSALTED, Salt
 from kilburn.shared.sampling import Draws, Sampling
 from kilburn.shared.types import LawBroken
 
@@ -42,7 +43,7 @@ MOVES: dict[State, dict[State, str]] = {
     },
     State.SWAPPED: {
         State.RUNNING: "swapped in",
-        State.WAITING: "the lease ended",
+        State.WAITING: "the lease ended, or a block that it left behind is gone",
         State.FINISHED: "cancelled",
     },
     State.PINNED: {State.WAITING: "the lease ended, or blocks were lost", State.FINISHED: "the name was deleted"},
@@ -61,6 +62,7 @@ class Sequence:
         "epoch",
         "followers",
         "group",
+        "host",
         "index",
         "is_fresh",
         "limit",
@@ -89,7 +91,12 @@ class Sequence:
         self.table: BlockTable | None = None
         self.capacity = 0  # slots of the table
         self.is_fresh = False  # its next Advance needs an Admit first
+        self.host: list[int | None] = []  # SWAPPED: the host copy of each block, None where a pin keeps it
         self.followers: list[Sequence] = []  # wait for this one to compute the blocks that they will share
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.tokens[: self.num_prompt]
 
     @property
     def num_generated(self) -> int:
@@ -113,10 +120,31 @@ class Sequence:
     def start(self, row: int, table: BlockTable, num_computed: int, capacity: int, plan_end: int) -> None:
         """A life on a row begins; the next plan that advances it admits it."""
         self.move(State.RUNNING)
-        self.row, self.table, self.capacity = row, table, capacity
+        self.row, self.table, self.capacity, self.host = row, table, capacity, []
         self.num_computed = self.num_planned = num_computed
         self.plan_end = plan_end
         self.is_fresh = True
+
+    def fork(self, index: int, row: int) -> "Sequence":
+        """Another sequence of the group, with the same past and a table over the same blocks."""
+        child = Sequence(self.group, index, list(self.tokens), self.num_prompt, self.limit, self.sampling)
+        child.chain = list(self.chain)
+        child.start(row, self.own_table.fork(), self.num_computed, self.capacity, self.plan_end)
+        return child
+
+    def pin(self) -> int:
+        """The row is given up, the table kept. Returns the row."""
+        self.move(State.PINNED)
+        row, self.row = self.row, -1
+        return row
+
+    def swap_out(self, host: list[int | None]) -> int:
+        """The blocks went to the host; what was computed stays so, what was only planned does not. Returns the row."""
+        self.move(State.SWAPPED)
+        row, self.row, self.table, self.capacity, self.host = self.row, -1, None, 0, host
+        self.num_planned, self.plan_end = self.num_computed, 0
+        self.is_fresh = False
+        return row
 
     def leave(self, to: State) -> int:
         """A life on a row ends: no blocks, no progress. Returns the row."""
@@ -150,7 +178,7 @@ class Group:
     Until its fork a group of n is one sequence whose first draw will be n draws; `live` holds those not finished.
     """
 
-    __slots__ = ("has_forked", "has_started", "live", "n", "place", "request_id", "reserved_rows", "salt")
+    __slots__ = ("has_forked", "has_started", "live", "n", "num_draws", "place", "request_id", "reserved_rows", "salt")
 
     def __init__(
         self,
@@ -160,16 +188,22 @@ class Group:
         max_tokens: int,
         sampling: Sampling,
         n: int = 1,
-        salt: bytes = b"",
+        salt: Salt = UNSALTED,
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
         self.has_started = False
         # With max_tokens 0 nothing is drawn, so there is nothing to fork at: the choices are one result n times.
         self.has_forked = n == 1
+        self.num_draws = n  # tokens that a sequence returns when it reaches the end of what it knows
         sampling = replace(sampling, choose=Draws(0, n))
         limit = len(prompt) + max_tokens - 1
         self.live = [Sequence(self, 0, list(prompt), len(prompt), limit, sampling)]
         self.reserved_rows: list[int] = []  # for the sequences that the fork will make
+
+    @property
+    def most_wide(self) -> int:
+        """Sequences that may run together at any time of the group's life."""
+        return self.n
 
     @property
     def width(self) -> int:
@@ -177,29 +211,35 @@ class Group:
         return len(self.live) if self.has_forked else self.n
 
     @property
-    def is_waiting(self) -> bool:
-        return bool(self.live) and self.live[0].state is State.WAITING
+    def is_swapped(self) -> bool:
+        return bool(self.live) and self.live[0].state is State.SWAPPED
+
+    @property
+    def has_followers(self) -> bool:
+        return any(sequence.followers for sequence in self.live)
+
+    def plan_end_of(self, sequence: Sequence) -> int:
+        """How far planning may go before something is committed."""
+        return sequence.limit if self.has_forked else min(sequence.limit, sequence.num_prompt)
 
     def indices(self) -> list[int]:
         """The choices that have not ended."""
         return [sequence.index for sequence in self.live] if self.has_forked else list(range(self.n))
 
-    def fork(self, block_size: int) -> list[Sequence]:
+    def interrupted(self) -> None:
+        """The group left its rows in the middle of something. What was half heard is void."""
+
+    def fork(self) -> list[Sequence]:
         """The one sequence becomes n, which share every block; each will append a draw of its own."""
         (parent,) = self.live
-        if parent.table is None or parent.num_planned != parent.num_computed:
+        if parent.num_planned != parent.num_computed:
             raise LawBroken(f"fork of {parent} with work in flight")
         sampling = parent.sampling
-        self.has_forked = True
+        self.has_forked, self.num_draws = True, 1
         for index in range(1, self.n):
-            child = Sequence(self, index, list(parent.tokens), parent.num_prompt, parent.limit, sampling)
-            child.chain = list(parent.chain)
-            child.start(
-                self.reserved_rows.pop(), parent.table.fork(), parent.num_computed, parent.capacity, parent.limit
-            )
-            self.live.append(child)
-        parent.plan_end = parent.limit
+            self.live.append(parent.fork(index, self.reserved_rows.pop()))
         parent.is_fresh = True
         for sequence in self.live:
             sequence.sampling = replace(sampling, choose=Draws(sequence.index, 1))
+            sequence.plan_end = self.plan_end_of(sequence)
         return list(self.live)

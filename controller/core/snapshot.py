@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
-from kilburn.controller.core.scheduler import Counters
+from kilburn.controller.core.step import Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,19 @@ class GroupSnapshot:
     generated_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    preemptions: int
+    num_host_blocks: int
+    free_host_blocks: int
+    cached_host_blocks: int
+    owned_host_blocks: int  # copies that swapped groups hold
+    pinned_blocks: int
+    swapped_requests: int
+    preempted_by_recompute: int
+    preempted_by_swap: int
+    swapped_in: int
+    blocks_out: int
+    blocks_in: int
+    blocks_saved: int  # evicted from the device, kept on the host
+    host_hits: int  # blocks that came back by their name
     block_copies: int
     evictions: int
     worker_idle_s: float
@@ -63,7 +75,7 @@ class Snapshot:
 def group_snapshot(home: Home) -> GroupSnapshot:
     """One home as it is now."""
     lease, scheduler = home.lease, home.scheduler
-    pool, hello = scheduler.pool, home.lease.hello
+    pool, hello, memory = scheduler.pool, home.lease.hello, scheduler.memory
     sequences = [sequence for group in scheduler.line.running for sequence in group.live]
     counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
     return GroupSnapshot(
@@ -86,7 +98,17 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         waiting_requests=len(scheduler.line.waiting),
         running_sequences=len(sequences),
         flights=len(scheduler.flights),
-        preemptions=scheduler.line.num_preemptions,
+        num_host_blocks=memory.host.num_blocks,
+        free_host_blocks=memory.host.num_free,
+        cached_host_blocks=memory.host.num_cached,
+        owned_host_blocks=memory.host.num_owned,
+        pinned_blocks=scheduler.line.num_pinned_blocks,
+        swapped_requests=sum(group.is_swapped for group in scheduler.line.waiting),
+        preempted_by_recompute=scheduler.line.num_recomputed,
+        preempted_by_swap=scheduler.line.num_swapped_out,
+        swapped_in=scheduler.line.num_swapped_in,
+        blocks_saved=memory.num_saved,
+        host_hits=memory.num_host_hits,
         evictions=pool.num_evictions,
         **counters,
     )

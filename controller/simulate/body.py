@@ -7,6 +7,7 @@ back later under a new identity; what it had sent may still be on its way.
 The body also remembers which damage the core was told of, and when: a plan sent later may not use it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -24,15 +25,19 @@ from kilburn.shared.messages import (
     Gone,
     Goodbye,
     Hello,
+    KvLost,
     Reject,
     StepFailed,
     StepPlan,
     StepResult,
+    Timings,
     Welcome,
 )
 from kilburn.shared.types import Tier
 
-Filling = tuple[int, int]  # (block, generation): one content of a block
+SUSPECT = 3  # so many losses of what one block had filled, and the core should know where they come from
+
+Filling = tuple[Tier, int, int]  # (tier, block, generation): one content of a block
 
 
 class Surroundings(Protocol):
@@ -48,9 +53,10 @@ class Surroundings(Protocol):
 
 @dataclass(slots=True)
 class Damage:
-    """What went wrong in one step: the fillings lost, and those of failed rows that are not numbers."""
+    """What went wrong in one step: the fillings lost, where they came from, and those that are not numbers."""
 
     lost: list[Filling]
+    sources: list[Filling]  # what had filled the lost ones
     bad: list[Filling]
 
 
@@ -61,6 +67,8 @@ class Body:
     silence_s: float
     step_s: float
     heard_s: float
+    move_s: float
+    compute_s: float
     lease: int | None = None
     worker: FakeWorker | None = None  # None also while a lease that this body gave up is not over yet
     is_alive: bool = True
@@ -69,6 +77,8 @@ class Body:
     damage: dict[int, Damage] = field(default_factory=dict)  # by step
     known_lost: dict[Filling, int] = field(default_factory=dict)  # -> the turn from which the core knows
     known_bad: dict[Filling, int] = field(default_factory=dict)
+    suspicions: Counter[Filling] = field(default_factory=Counter)  # how often what each had filled was lost
+    origins: dict[int, tuple[int, Filling]] = field(default_factory=dict)  # block -> its generation, and what filled it
 
     def greet(self, world: Surroundings) -> None:
         self.lease = self.worker = None
@@ -91,7 +101,8 @@ class Body:
             case Welcome(lease):
                 self.lease = lease
                 self.worker = FakeWorker(lease, limits_of(self.hello), self.hello.vocab_size)
-                self.damage, self.known_lost, self.known_bad = {}, {}, {}
+                self.damage, self.known_lost, self.known_bad, self.origins = {}, {}, {}, {}
+                self.suspicions = Counter()
                 self.free_at_s = world.now
             case Gone(lease) if self.lease == lease:
                 self.greet(world)
@@ -136,22 +147,62 @@ class Body:
         admitted = {admit.row for admit in plan.admits} if faults.bad_row else set()
         bad_rows = [row for row in plan.rows if rng.random() < faults.bad_row * (6 if row in admitted else 1)]
         lost_blocks: list[int] = []
-        if faults.lost_block and rng.random() < faults.lost_block:
+        if plan.rows and faults.lost_block and rng.random() < faults.lost_block:
             row = worker.rows.get(rng.choice(plan.rows))
-            if row is not None and row.table:
-                lost_blocks.append(rng.choice(row.table))
-        result = worker.run(plan, bad_rows, lost_blocks)
+            if plan.copies and rng.random() < 0.3:  # nobody may read it but by later copies
+                lost_blocks.append(rng.choice(plan.copies)[0])
+            elif row is not None and row.table:
+                lost_blocks.append(rng.choice((row.table[0], rng.choice(row.table))))  # first blocks are shared most
+        lost_host = []
+        if plan.swaps_in and faults.lost_host and rng.random() < faults.lost_host:
+            lost_host.append(rng.choice(plan.swaps_in)[0])
+        self._refuse_known_lost(worker, plan, turn)
+        result = worker.run(plan, bad_rows, lost_blocks, lost_host)
+        for tier, moves in ((Tier.DEVICE, plan.copies), (Tier.HOST, plan.swaps_in)):
+            for source, block in moves:
+                filled = (tier, source, worker.pools[tier].generations[source])
+                self.origins[block] = (worker.pools[Tier.DEVICE].generations[block], filled)
         pool = worker.pools[Tier.DEVICE]
-        generations = pool.generations
-        damage = Damage([(lost.block, generations[lost.block]) for lost in result.lost], [])
+        damage = Damage([], [], [])
+        for lost in result.lost:  # a dead row says it again, and is to be admitted anew as soon as the core knows
+            damage.lost.append((lost.tier, lost.block, worker.pools[lost.tier].generations[lost.block]))
+            damage.sources += self._sources(worker, lost)
         for filling in damage.lost:
             if self.known_lost.get(filling, turn + 1) <= turn:
-                raise ContractBroken(f"a plan reads block {filling[0]}, which the core knows to be lost")
+                tier, block, _ = filling
+                raise ContractBroken(f"a plan reads {tier.name.lower()} block {block}, which the core knows to be lost")
         for index in result.failed:
             row = worker.rows[plan.rows[index]]
-            damage.bad += [(b, generations[b]) for b in row.table if pool.has_bad_cell(b)]
+            damage.bad += [(Tier.DEVICE, b, pool.generations[b]) for b in row.table if pool.has_bad_cell(b)]
         self.damage[plan.step] = damage
+        num_moved = len(plan.swaps_out) + len(plan.swaps_in)
+        result.timings = Timings(
+            moves_s=self.move_s * num_moved * rng.uniform(0.5, 1.5),
+            forward_s=self.compute_s * sum(plan.counts) * rng.uniform(0.5, 1.5),
+        )
         return result
+
+    def _refuse_known_lost(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
+        """Nothing is swapped in or copied from a block that the core knew to be lost when it sent the plan."""
+        for tier, moves in ((Tier.DEVICE, plan.copies), (Tier.HOST, plan.swaps_in)):
+            for source, _ in moves:
+                generation = worker.pools[tier].generations[source]
+                if self.known_lost.get((tier, source, generation), turn + 1) <= turn:
+                    raise ContractBroken(
+                        f"{tier.name.lower()} block {source} is moved, which the core knows to be lost"
+                    )
+
+    def _sources(self, worker: FakeWorker, lost: KvLost) -> list[Filling]:
+        """The block that a move had filled the lost one from, if both are what they were then.
+
+        Each loss tells of it only if the core has not given the lost block to somebody else since.
+        """
+        generations = worker.pools[Tier.DEVICE].generations
+        if lost.tier is not Tier.DEVICE or lost.block not in self.origins:
+            return []
+        generation, (tier, source, then) = self.origins[lost.block]
+        is_same = generations[lost.block] == generation and worker.pools[tier].generations[source] == then
+        return [(tier, source, then)] if is_same else []
 
     def _refuse_known_bad(self, worker: FakeWorker, plan: StepPlan, turn: int) -> None:
         """No row may begin on blocks whose failure the core knew when it sent the plan."""
@@ -161,7 +212,7 @@ class Body:
         generations = worker.pools[Tier.DEVICE].generations
         for admit in plan.admits:
             for block in admit.blocks[: blocks_for(admit.start, worker.limits.block_size)]:
-                known = self.known_bad.get((block, generations[block]), turn + 1)
+                known = self.known_bad.get((Tier.DEVICE, block, generations[block]), turn + 1)
                 if block not in filled and known <= turn:
                     raise ContractBroken(f"row {admit.row} begins on block {block}, which a failed row had filled")
 
@@ -172,5 +223,9 @@ class Body:
             return
         for filling in damage.lost:
             self.known_lost.setdefault(filling, turn)
+        self.suspicions.update(damage.sources)
+        for filling in damage.sources:
+            if self.suspicions[filling] >= SUSPECT:
+                self.known_lost.setdefault(filling, turn)
         for filling in damage.bad:
             self.known_bad.setdefault(filling, turn)

@@ -6,10 +6,12 @@ judged by what the workers announced, and the time that it waited by who could h
 
 from dataclasses import dataclass, field
 
-from kilburn.controller.core.events import Cancel, Emit, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.core.events import Beam, Cancel, Emit, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.simulate.beams import Search, search
 from kilburn.controller.simulate.fake_worker import logprobs_of
 from kilburn.controller.simulate.oracle import Answer, chain_of, finish
-from kilburn.controller.simulate.scenario import Scenario, fits
+from kilburn.controller.simulate.pins import Pins, run_of
+from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases, WorldBroken, demand
 from kilburn.shared.types import FinishReason
 
@@ -23,6 +25,7 @@ class Case:
     answers: list[Answer]
     emitted: list[list[int]]
     ended: list[FinishReason | None]
+    search: Search | None = None
     refused: Refusal | None = None
     is_started: bool = False
     is_cancelled: bool = False
@@ -45,6 +48,7 @@ class Clients:
 
     def __init__(self, scenario: Scenario, leases: Leases) -> None:
         self.scenario, self.leases = scenario, leases
+        self.pins = Pins(scenario, leases)
         self.cases: dict[int, Case] = {}
         self.late: list[Cancel | Stop] = []  # came after events of the same turn that may have made tokens
         self.is_shut = False
@@ -57,6 +61,11 @@ class Clients:
 
     def submitted(self, submit: Submit, now: float) -> None:
         max_tokens = min(submit.max_tokens, max(self.scenario.max_len - len(submit.prompt), 0))
+        if submit.beams is not None:
+            found = search(submit.prompt, submit.sampling.stop_ids, max_tokens, submit.beams, self.scenario.vocab_size)
+            nothing: list[FinishReason | None] = [None for _ in range(submit.n)]
+            self.cases[submit.request_id] = Case(submit, now, [], [[] for _ in nothing], nothing, found)
+            return
         answers = finish(submit.prompt, submit.sampling, max_tokens, submit.n, self.scenario.vocab_size)
         self.cases[submit.request_id] = Case(
             submit, now, answers, [[] for _ in range(submit.n)], [None for _ in range(submit.n)]
@@ -89,9 +98,26 @@ class Clients:
             raise WorldBroken(f"an effect for request {request_id}, which nobody made")
         return case
 
+    def beam(self, beam: Beam, now: float) -> None:
+        """A choice of a search. All numbers are exact: both sides add the same numbers in the same order."""
+        case, rid, index = self._case(beam.request_id), beam.request_id, beam.index
+        if case.search is None:
+            raise WorldBroken("a beam, though nobody asked for any", rid)
+        demand(0 <= index < case.submit.n, f"beam {index} of {case.submit.n}", rid)
+        demand(not case.is_cancelled and case.refused is None, "a beam after the end", rid)
+        demand(case.is_started and case.ended[index] is None, f"beam {index} comes early, or twice", rid)
+        demand(index == 0 or case.ended[index - 1] is not None, "beams come best first", rid)
+        due = case.search.outcomes[index]
+        told = (beam.tokens, beam.cumulative_logprob, beam.score, beam.reason)
+        expected = (due.tokens, due.cumulative, due.score, due.reason)
+        demand(told == expected, f"beam {index} is {told}, not {expected}", rid)
+        case.ended[index] = beam.reason
+        self.last_progress_s = now
+
     def emitted(self, emit: Emit, now: float) -> None:
         case, rid = self._case(emit.request_id), emit.request_id
         demand(0 <= emit.index < case.submit.n, f"a token for index {emit.index} of {case.submit.n}", rid)
+        demand(case.search is None, "a token of a beam search", rid)
         demand(not case.is_cancelled, "a token after Cancel", rid)
         demand(case.refused is None and case.ended[emit.index] is None, "a token after the end", rid)
         demand(case.is_started, "a token before Started", rid)
@@ -122,8 +148,13 @@ class Clients:
         demand(not case.is_started and case.is_live, "started twice, or after its end", rid)
         size = self.scenario.hellos[0].layout.block_size
         cached = started.cached_tokens
-        demand(0 <= cached <= (num_prompt - 1) // size * size, f"{cached} of {num_prompt} tokens from the cache", rid)
+        holds = 0 <= cached < num_prompt and self.pins.may_be_cached(case.submit, cached, size)
+        demand(holds, f"{cached} of {num_prompt} tokens from the cache", rid)
         known = max((_in_common(case, other) for other in self.cases.values()), default=0)
+        if cached > known:
+            known = max(known, self.pins.known_run(case.submit))
+        if cached > known:
+            known = max([known, *(_in_beams(case, other) for other in self.cases.values())])
         demand(
             cached <= known, f"{cached} tokens from the cache, where {known} were ever computed for this tenant", rid
         )
@@ -140,10 +171,10 @@ class Clients:
         known = [view.hello for view in views] or list(self.leases.hellos.values())
         match refused.refusal:
             case Refusal.TOO_LONG:
-                holds = not any(fits(submit, hello, self.scenario) for hello in known)
+                holds = not any(self.pins.fits(submit, hello) for hello in known)
             case Refusal.TOO_WIDE:
                 budget = self.scenario.max_step_tokens
-                holds = not any(submit.n <= min(h.max_rows, h.max_step_tokens, budget) for h in known)
+                holds = not any(submit.width <= min(h.max_rows, h.max_step_tokens, budget) for h in known)
             case Refusal.QUEUE_FULL:
                 holds = len(self.live()) >= self.scenario.max_waiting
             case Refusal.NO_WORKER:
@@ -152,6 +183,8 @@ class Clients:
                 holds = self.is_shut
             case Refusal.EMPTY:
                 holds = not submit.prompt
+            case Refusal.PINS_FULL:
+                holds = False
         demand(holds, f"refused ({refused.refusal.value}) although nothing justifies it: {refused.message}", rid)
 
     def finished(self, finished: Finished, now: float) -> None:
@@ -160,6 +193,10 @@ class Clients:
         demand(case.refused is None and case.ended[index] is None, f"index {index} ends twice", rid)
         case.ended[index] = finished.reason
         self.last_progress_s = now
+        if case.search is not None:
+            demand(finished.reason is FinishReason.ERROR, f"a search ends by {finished.reason.value}", rid)
+            demand(case.has_failed_row or self._waited_in_vain(case, now), f"it failed: {finished.message}", rid)
+            return
         done, answer = tuple(case.emitted[index]), case.answers[index]
         match finished.reason:
             case FinishReason.CANCELLED:
@@ -187,7 +224,7 @@ class Clients:
         """On a worker group that was heard of lately."""
         heard_since_s = now - self.scenario.silence_s / 2
         return any(
-            v.heard_s > heard_since_s and fits(case.submit, v.hello, self.scenario) for v in self.leases.views.values()
+            v.heard_s > heard_since_s and self.pins.fits(case.submit, v.hello) for v in self.leases.views.values()
         )
 
     def _waited_in_vain(self, case: Case, now: float) -> bool:
@@ -205,11 +242,12 @@ def _in_common(case: Case, other: Case) -> int:
     """The tokens at the beginning of the prompt that another request of the same tenant has had, too."""
     if other is case or other.submit.salt != case.submit.salt:
         return 0
-    most = 0
-    for answer in other.emitted:
-        theirs = (*other.submit.prompt, *answer)
-        pairs = zip(case.submit.prompt, theirs, strict=False)
-        most = max(
-            most, next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(case.submit.prompt), len(theirs)))
-        )
-    return most
+    return max(run_of(case.submit.prompt, (*other.submit.prompt, *answer)) for answer in other.emitted)
+
+
+def _in_beams(case: Case, other: Case) -> int:
+    """The same of all beams that another search has followed."""
+    if other is case or other.search is None or other.submit.salt != case.submit.salt:
+        return 0
+    theirs = [(*other.submit.prompt, *beam) for level in other.search.levels for beam in level]
+    return max(run_of(case.submit.prompt, tokens) for tokens in theirs)

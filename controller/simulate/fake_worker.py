@@ -39,7 +39,7 @@ class Row:
     is_bad: bool = False  # what it writes is not a number
     awaits_admit: bool = False  # the core, not the row, chooses its next token
     failure: str = ""  # dead: the same outcome until the next Admit
-    lost: list[int] = field(default_factory=list)  # dead: blocks that were unreadable
+    lost: list[tuple[Tier, int, int]] = field(default_factory=list)  # dead: (tier, block, step) of what was unreadable
 
     @property
     def num_computed(self) -> int:
@@ -79,13 +79,25 @@ class FakeWorker:
             Tier.DEVICE: CellPool(limits.num_blocks, limits.block_size),
             Tier.HOST: CellPool(limits.num_host_blocks, limits.block_size),
         }
+        self.came_up: dict[int, int] = {}  # in this plan: device block -> the host block that filled it
 
-    def run(self, plan: StepPlan, bad_rows: Iterable[int] = (), lost_blocks: Iterable[int] = ()) -> StepResult:
-        """Execute the next plan. `bad_rows` go bad in it; `lost_blocks` (device) become unreadable before its work."""
+    def run(
+        self,
+        plan: StepPlan,
+        bad_rows: Iterable[int] = (),
+        lost_blocks: Iterable[int] = (),
+        lost_host_blocks: Iterable[int] = (),
+    ) -> StepResult:
+        """Execute the next plan.
+
+        `bad_rows` go bad in it; `lost_blocks` (device) become unreadable before its work, `lost_host_blocks` before
+        its moves. Who reads what an unreadable host block filled in this plan reports the host block.
+        """
         demand(plan.lease == self.lease, f"a plan of lease {plan.lease}, here is {self.lease}")
         demand(plan.step == self.next_step, f"step {plan.step}, expected {self.next_step}")
         check_plan(plan, self.limits)
         self.next_step += 1
+        self.pools[Tier.HOST].lost.update(lost_host_blocks)
         self._move(plan)
         for admit in plan.admits:
             self.rows[admit.row] = self._admitted(admit)
@@ -96,7 +108,7 @@ class FakeWorker:
             self.rows[number].is_bad = True
         self._check_batch(batch, plan.counts)
         for row, count in zip(batch, plan.counts, strict=True):
-            self._read(row, count)
+            self._read(row, count, plan.step)
         for row, count in zip(batch, plan.counts, strict=True):
             self._write(row, count)
         return self._result(plan.step, batch, plan.counts)
@@ -109,6 +121,7 @@ class FakeWorker:
             host.copy_from(device, source, destination)
         for source, destination in plan.copies:
             device.copy_from(device, source, destination)
+        self.came_up = {destination: source for source, destination in plan.swaps_in}
         for source, destination in plan.swaps_in:
             device.copy_from(host, source, destination)
 
@@ -162,17 +175,23 @@ class FakeWorker:
 
     # --- the batch
 
-    def _read(self, row: Row, count: int) -> None:
+    def _read(self, row: Row, count: int, step: int) -> None:
         if row.is_dead:
             return
         pool = self.pools[Tier.DEVICE]
         lost = [b for b in row.table[: blocks_for(row.num_computed, pool.block_size)] if b in pool.lost]
         if lost:
-            row.lost = lost
+            row.lost = [self._loss(block, step) for block in lost]
         elif not pool.read(row.table, row.chains, row.num_computed):
             row.is_bad = True
         if row.is_bad and not lost and row.num_computed + count == len(row.tokens):
             row.failure = "the logits are not numbers"
+
+    def _loss(self, block: int, step: int) -> tuple[Tier, int, int]:
+        source = self.came_up.get(block)
+        if source is not None and source in self.pools[Tier.HOST].lost:
+            return Tier.HOST, source, step
+        return Tier.DEVICE, block, step
 
     def _write(self, row: Row, count: int) -> None:
         if row.is_dead:
@@ -192,7 +211,7 @@ class FakeWorker:
         for index, row in enumerate(batch):
             if row.failure:
                 result.failed[index] = row.failure
-            lost.extend([KvLost(index, Tier.DEVICE, block, step) for block in row.lost])
+            lost.extend([KvLost(index, *entry) for entry in row.lost])
             samples = not row.is_dead and row.num_computed == len(row.tokens)
             tokens = self._draw(row, index, logprobs) if samples else []
             result.num_tokens.append(len(tokens))

@@ -8,18 +8,23 @@ from collections.abc import Sequence
 
 from kilburn.controller.core.events import (
     Arrived,
+    Beam,
     Cancel,
     Effect,
     Emit,
     Event,
     Finished,
     Left,
+    Note,
+    Pin,
+    Pinned,
     Refused,
     Send,
     Shutdown,
     Started,
     Stop,
     Submit,
+    Unpin,
 )
 from kilburn.controller.simulate.clients import Clients
 from kilburn.controller.simulate.scenario import Scenario
@@ -43,6 +48,10 @@ class Judge:
                 case Cancel() | Stop():
                     self.clients.left(event, may_have_spoken)
                     continue
+                case Pin():
+                    self.clients.pins.registered(event)
+                case Unpin(prefix_id):
+                    self.clients.pins.unpinned(prefix_id)
                 case Arrived():
                     self._arrived(event, now)
                 case Left(peer):
@@ -60,7 +69,7 @@ class Judge:
                 self.leases.end(event.peer)
                 self.leases.hellos[event.peer] = hello
             case StepResult() as result:
-                for request_id in self.leases.returned(result):
+                for request_id in self.leases.returned(result) & self.clients.cases.keys():
                     self.clients.cases[request_id].has_failed_row = True
             case Goodbye():
                 self.leases.end(event.peer)
@@ -77,6 +86,15 @@ class Judge:
                     self.clients.emitted(effect, now)
                 case Finished():
                     self.clients.finished(effect, now)
+                case Beam():
+                    self.clients.beam(effect, now)
+                case Pinned():
+                    self.clients.pins.pinned(effect)
+                case Note():
+                    self.clients.pins.noted(effect)
+                case Refused(request_id=number) if number in self.clients.pins.cases:
+                    live = [case.submit for case in self.clients.live()]
+                    self.clients.pins.refused(effect, live, self.clients.is_shut)
                 case Refused():
                     self.clients.refused(effect, now)
                 case Started():
@@ -92,9 +110,10 @@ class Judge:
         for effect in effects:
             match effect:
                 case Send(peer, StepPlan() as plan):
-                    self.leases.planned(peer, plan, self.clients.cases)
+                    self.leases.planned(peer, plan, self.clients.cases, self.clients.pins.cases)
                 case Send(_, Drain(lease=lease)) if lease in self.leases.views:
                     self.leases.views[lease].is_draining = True
                 case _:
                     pass
+        self.clients.pins.turned()
         self.clients.watch(now)

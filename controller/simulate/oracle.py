@@ -18,6 +18,7 @@ from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
 
 MASK = (1 << 62) - 1
+GRAIN = 1 << 18  # log probabilities are multiples of 1 / GRAIN
 ROOT = 0x2545F4914F6CDD1D & MASK  # the chain of no tokens
 
 
@@ -57,8 +58,13 @@ def next_token(chain: int, sampling: Sampling, stream: int, position: int, num_p
 
 def candidates(chain: int, count: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
     """The `count` likeliest tokens after a prefix, best first, with log probabilities."""
-    first = (chain >> 7) % vocab_size
-    return tuple([((first + i) % vocab_size, -0.5 * (i + 1)) for i in range(min(count, vocab_size))])
+    first, state, logprob = (chain >> 7) % vocab_size, chain, 0.0
+    found: list[tuple[int, float]] = []
+    for i in range(min(count, vocab_size)):
+        state = mix(state, i)
+        logprob -= (1 + (state >> 9) % GRAIN) / GRAIN  # exact in float32, and a tie is rare
+        found.append(((first + i) % vocab_size, logprob))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

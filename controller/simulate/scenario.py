@@ -8,12 +8,14 @@ are cut from a few stems, so that prefixes are shared all the time.
 from dataclasses import dataclass, replace
 from random import Random
 
-from kilburn.controller.core.events import Submit
+from kilburn.controller.core.events import BeamSettings, EarlyStopping, Pin, Submit
+from kilburn.controller.core.policy import Preemption
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello
 from kilburn.shared.sampling import Sampling
 
 MODEL = b"\x07" * 32
+FIRST_PREFIX = 1000  # requests have lower numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Faults:
     twice: float = 0.0  # a result is delivered twice
     bad_row: float = 0.0  # a row goes bad in a step
     lost_block: float = 0.0  # a block of a row in a step becomes unreadable
+    lost_host: float = 0.0  # per step: a host block that it swaps in is unreadable
     step_fails: float = 0.0
     dies: float = 0.0  # per step: the process ends
     hangs: float = 0.0  # per step: silence for a while
@@ -42,6 +45,15 @@ class Errand:
 
 
 @dataclass(frozen=True, slots=True)
+class PinErrand:
+    """A named prefix and when its name is deleted."""
+
+    at_s: float
+    pin: Pin
+    unpins_s: tuple[float, ...]  # counted from the pin
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
     depth: int
@@ -54,11 +66,16 @@ class Scenario:
     hellos: tuple[Hello, ...]  # one worker group each
     joins_s: tuple[float, ...]
     errands: tuple[Errand, ...]
+    pins: tuple[PinErrand, ...]
+    most_pinned: float  # of a pool
+    preemption: Preemption
     faults: Faults
     calm_s: float  # from here on nothing fails any more
     shutdown_s: float | None  # None: only once everything is answered
     step_s: float  # a step on a worker takes about so long
     link_s: float  # a message under way takes about so long
+    move_s: float  # what workers say a block moved takes, and
+    compute_s: float  # a position computed
 
     @property
     def vocab_size(self) -> int:
@@ -78,14 +95,11 @@ def blocks_needed(num_prompt: int, max_tokens: int, n: int, block_size: int) -> 
     return shared + n * (blocks_for(num_cells, block_size) - shared)
 
 
-def fits_pool(submit: Submit, hello: Hello) -> bool:
-    need = blocks_needed(len(submit.prompt), submit.max_tokens, submit.n, hello.layout.block_size)
-    return need <= hello.num_blocks
-
-
-def fits(submit: Submit, hello: Hello, scenario: Scenario) -> bool:
-    wide = submit.n <= min(hello.max_rows, hello.max_step_tokens, scenario.max_step_tokens)
-    return wide and len(submit.prompt) + submit.max_tokens <= hello.max_len and fits_pool(submit, hello)
+def fits(submit: Submit, hello: Hello, scenario: Scenario, num_blocks: int) -> bool:
+    """Whether a worker group with so many blocks to give could ever run the request."""
+    wide = submit.width <= min(hello.max_rows, hello.max_step_tokens, scenario.max_step_tokens)
+    need = blocks_needed(len(submit.prompt), submit.max_tokens, submit.width, hello.layout.block_size)
+    return wide and len(submit.prompt) + submit.max_tokens <= hello.max_len and need <= num_blocks
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -95,14 +109,17 @@ def draw_scenario(seed: int) -> Scenario:
     max_len = rng.choice((8, 20, 40, 64))
     vocab_size = rng.choice((3, 8, 30))
     is_crowded = rng.random() < 0.35  # many long answers at once, in pools that hold little more than the largest
-    errands = _draw_errands(rng, max_len, vocab_size, is_crowded)
+    stems = [[rng.randrange(vocab_size) for _ in range(max_len)] for _ in range(rng.choice((1, 2, 3)))]
+    errands = _draw_errands(rng, stems, vocab_size, is_crowded)
+    last_s = max(errand.at_s for errand in errands)
+    shutdown_s = rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None
+    pins = _draw_pins(rng, stems, vocab_size, shutdown_s) if rng.random() < 0.35 else ()
     depth = rng.choice((1, 2, 2, 3))
     budget = rng.choice((1, 2, 3, 5, 8, 16, 32, 64))
     num_groups = 1 if is_crowded else rng.choice((1, 1, 2, 3))
     sizes = (block_size, max_len, vocab_size)
-    hellos = tuple([_draw_hello(rng, i, errands, sizes, is_crowded) for i in range(num_groups)])
+    hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
     step_s = rng.choice((0.01, 0.03))
-    last_s = max(errand.at_s for errand in errands)
     return Scenario(
         seed=seed,
         depth=depth,
@@ -115,32 +132,44 @@ def draw_scenario(seed: int) -> Scenario:
         hellos=hellos,
         joins_s=tuple(rng.choice((0.0, 0.0, rng.uniform(0, 2.0))) for _ in hellos),
         errands=errands,
+        pins=pins,
+        most_pinned=rng.choice((0.5, 0.5, 0.8)),
+        preemption=rng.choice((Preemption.AUTO, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.SWAP)),
         faults=_draw_faults(rng),
         calm_s=last_s + rng.uniform(0.2, 3.0),
-        shutdown_s=rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None,
+        shutdown_s=shutdown_s,
         step_s=step_s,
         link_s=rng.choice((0.0005, 0.005, 0.03)),
+        move_s=rng.choice((1e-6, 1e-4)),
+        compute_s=rng.choice((1e-6, 1e-4)),
     )
 
 
 def _draw_hello(
-    rng: Random, number: int, errands: tuple[Errand, ...], sizes: tuple[int, int, int], is_crowded: bool
+    rng: Random,
+    number: int,
+    errands: tuple[Errand, ...],
+    pins: tuple[PinErrand, ...],
+    sizes: tuple[int, int, int],
+    is_crowded: bool,
 ) -> Hello:
     block_size, max_len, vocab_size = sizes
     needs = sorted(
-        blocks_needed(len(e.submit.prompt), e.submit.max_tokens, e.submit.n, block_size)
+        blocks_needed(len(e.submit.prompt), e.submit.max_tokens, e.submit.width, block_size)
         for e in errands
         if len(e.submit.prompt) + e.submit.max_tokens <= max_len
     ) or [1]
     largest = max(needs[-1], 1)
     ample = (largest + rng.randint(0, largest), 3 * largest, needs[len(needs) // 2])
     num_blocks = rng.choice((largest, largest + 1) if is_crowded else (largest, *ample))
+    if pins and rng.random() < 0.8:  # mostly they can be held beside the largest
+        num_blocks += sum(blocks_for(len(errand.pin.tokens), block_size) for errand in pins)
     return Hello(
         name=f"group{number}",
         model_digest=MODEL,
         layout=KVLayout(block_size, 1, 1, 8, "float32"),
         num_blocks=max(num_blocks, 1),
-        num_host_blocks=rng.choice((0, 0, 4)),
+        num_host_blocks=rng.choice((0, 3, 10, 40, 40) if is_crowded else (0, 0, 3, 10, 40)),
         max_rows=rng.choice((4, 8, 16) if is_crowded else (1, 2, 4, 4, 8, 16)),
         max_step_tokens=rng.choice((4, 16, 64)),
         max_len=max_len,
@@ -155,14 +184,34 @@ def resized(rng: Random, hello: Hello) -> Hello:
     return replace(hello, num_blocks=max(1, hello.num_blocks + rng.randint(-1, 2)))
 
 
-def _draw_errands(rng: Random, max_len: int, vocab_size: int, is_crowded: bool) -> tuple[Errand, ...]:
-    stems = [[rng.randrange(vocab_size) for _ in range(max_len)] for _ in range(rng.choice((1, 2, 3)))]
+def _draw_pins(rng: Random, stems: list[list[int]], vocab_size: int, shutdown_s: float | None) -> tuple[PinErrand, ...]:
+    """Prefixes that prompts cut from the same stems begin with, or leave somewhere; no two are alike."""
+    drawn: dict[tuple[int, ...], PinErrand] = {}
+    for number in range(rng.choice((1, 1, 2, 3))):
+        stem = rng.choice(stems)
+        tokens = tuple(stem[: rng.randint(1, max(len(stem) * 2 // 3, 1))])
+        if rng.random() < 0.3:
+            tokens += (rng.randrange(vocab_size),)
+        tokens = tokens if rng.random() < 0.97 else ()
+        is_public = rng.random() < 0.5
+        salt = b"" if is_public else rng.choice((b"", b"tenant", b"other"))
+        at_s = rng.choice((0.0, 0.0, rng.uniform(0, 1.0)))
+        if shutdown_s is not None:  # rather while the last workers leave
+            at_s = max(shutdown_s - rng.uniform(0, 0.03), 0.0)
+        unpins = (rng.uniform(0, 1.5),) if rng.random() < 0.25 else ()
+        drawn[tokens] = PinErrand(at_s, Pin(FIRST_PREFIX + number, tokens, salt, is_public), unpins)
+    return tuple(drawn.values())
+
+
+def _draw_errands(rng: Random, stems: list[list[int]], vocab_size: int, is_crowded: bool) -> tuple[Errand, ...]:
+    max_len = len(stems[0])
     span_s = rng.choice((0.05, 0.2) if is_crowded else (0.05, 0.5, 2.0))
     sociable = rng.random() < (0.6 if is_crowded else 0.4)  # several samples a request
     impatient = rng.choice((0.0, 0.0, 0.1) if is_crowded else (0.0, 0.0, 0.15, 0.5))
     lengths = (5, 8, 13, 21, max_len) if is_crowded else (0, 1, 2, 3, 5, 8, 13, 21, max_len)
+    beamy = rng.choice((0.0, 0.0, 0.3, 0.8)) if vocab_size >= 8 else 0.0
     errands = []
-    for number in range(rng.choice((4, 7, 10) if is_crowded else (1, 3, 6, 9, 14))):
+    for number in range(1, 1 + rng.choice((4, 7, 10) if is_crowded else (1, 3, 6, 9, 14))):
         stem = rng.choice(stems)
         num_stem = rng.randint(0, int(max_len * rng.choice((0.2, 0.4, 0.8))))
         tail = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 0, 1, 2, 5)))]
@@ -172,14 +221,20 @@ def _draw_errands(rng: Random, max_len: int, vocab_size: int, is_crowded: bool) 
             prompt = prompt[: max_len - 1]
             max_tokens = min(max_tokens, max_len - len(prompt))
         n = rng.choice((2, 2, 3, 4)) if sociable and rng.random() < 0.6 else 1
+        sampling = _draw_sampling(rng, number, vocab_size)
+        beams = None
+        if rng.random() < beamy:
+            beams, sampling = _draw_beams(rng, sampling, vocab_size)
+            n, max_tokens = rng.randint(1, beams.width), min(max(max_tokens, 1), 21)
         submit = Submit(
             request_id=number,
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=_draw_sampling(rng, number, vocab_size),
+            sampling=sampling,
             n=n,
             priority=rng.choice((0,) * 8 + (-1, 1)),
-            salt=rng.choice((b"",) * 6 + (b"tenant",)),
+            salt=rng.choice((b"",) * 6 + (b"tenant", b"tenant", b"other")),
+            beams=beams,
         )
         at_s = rng.uniform(0, span_s)
         cancels: tuple[float, ...] = (rng.choice((0.0, rng.uniform(0, 1.0))),) if rng.random() < impatient else ()
@@ -188,6 +243,15 @@ def _draw_errands(rng: Random, max_len: int, vocab_size: int, is_crowded: bool) 
         stops = ((rng.randrange(n), rng.randint(1, 6)),) if rng.random() < 0.15 else ()
         errands.append(Errand(at_s, submit, cancels, stops))
     return tuple(errands)
+
+
+def _draw_beams(rng: Random, sampling: Sampling, vocab_size: int) -> tuple[BeamSettings, Sampling]:
+    """A search, and its sampling: beams know no penalties, and nothing is reported beside the candidates."""
+    sampling = replace(sampling, presence_penalty=0.0, min_tokens=0, logprobs=-1)
+    widest = vocab_size // (1 + max(1, len(sampling.stop_ids)))  # so that there are candidates enough
+    width = min(rng.choice((1, 2, 2, 3, 4, 8)), widest)
+    length_penalty = rng.choice((1.0, 1.0, 0.0, 2.0, -1.0, 0.6))
+    return BeamSettings(width, length_penalty, rng.choice(tuple(EarlyStopping))), sampling
 
 
 def _draw_sampling(rng: Random, number: int, vocab_size: int) -> Sampling:
@@ -214,7 +278,8 @@ def _draw_faults(rng: Random) -> Faults:
         late=some(0.05),
         twice=some(0.1),
         bad_row=some(0.08, 0.35),
-        lost_block=some(0.2),
+        lost_block=some(0.3, 0.35),
+        lost_host=some(0.7, 0.4),
         step_fails=some(0.03),
         dies=some(0.04),
         hangs=some(0.03),

@@ -63,9 +63,11 @@ def _text(what: "Event | Effect | str") -> str:
             return f"{peer.decode()}: hello, {limits}"
         case Arrived(peer, message):
             return f"{peer.decode()}: {message}"
-        case Submit(request_id, prompt, max_tokens, sampling, n, priority):
+        case Submit(request_id, prompt, max_tokens, sampling, n, priority, salt, beams):
             stops = sampling.stop_ids or "none"
-            return f"submit {request_id}: {list(prompt)} +{max_tokens} n={n} priority={priority} stop ids {stops}"
+            more = f" salt={salt!r}" * bool(salt) + (f" {beams}" if beams is not None else "")
+            of = f"{list(prompt)} +{max_tokens} n={n} priority={priority} stop ids {stops}"
+            return f"submit {request_id}: {of}{more}"
         case Send(peer, StepPlan() as plan):
             return f"{peer.decode()}: {_plan_text(plan)}"
         case Send(peer, Welcome(lease=lease)):

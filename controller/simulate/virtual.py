@@ -15,6 +15,7 @@ from random import Random
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import (
     Arrived,
+    Beam,
     Cancel,
     Effect,
     Emit,
@@ -23,6 +24,8 @@ from kilburn.controller.core.events import (
     Left,
     Names,
     Note,
+    Pin,
+    Pinned,
     Refused,
     Send,
     Shutdown,
@@ -30,14 +33,16 @@ from kilburn.controller.core.events import (
     Stop,
     Submit,
     Tick,
+    Unpin,
 )
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.body import Body
 from kilburn.controller.simulate.judge import Judge
-from kilburn.controller.simulate.scenario import Errand, Faults, Scenario, resized
+from kilburn.controller.simulate.scenario import Errand, Faults, PinErrand, Scenario, resized
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.witness import WorldBroken
 from kilburn.shared.messages import FromController, FromWorker, Hello, StepFailed, StepPlan, StepResult
+from kilburn.shared.types import Tier
 
 PATIENCE_S = 90.0  # without any progress, once nothing fails any more
 LATEST_S = 8.0  # a message that is late comes so late at most
@@ -61,6 +66,8 @@ class World:
                 step_deadline_s=scenario.step_deadline_s,
                 recovery_s=scenario.recovery_s,
                 max_waiting=scenario.max_waiting,
+                most_pinned=scenario.most_pinned,
+                preemption=scenario.preemption,
             )
         )
         self.judge = Judge(scenario)
@@ -70,7 +77,7 @@ class World:
         self.num_born = 0
         self.inbox: list[Event] = []
         self.errands = {errand.submit.request_id: errand for errand in scenario.errands}
-        self.num_to_come = len(scenario.errands)
+        self.num_to_come = len(scenario.errands) + len(scenario.pins)
         self.num_emitted: Counter[tuple[int, int]] = Counter()
         self.ready_s: dict[tuple[bytes, str], float] = {}  # when each direction of a link has delivered all
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -85,6 +92,8 @@ class World:
         scenario = self.scenario
         for errand in scenario.errands:
             self.after(errand.at_s, self._submitting(errand))
+        for wish in scenario.pins:
+            self.after(wish.at_s, self._pinning(wish))
         for hello, join_s in zip(scenario.hellos, scenario.joins_s, strict=True):
             self.after(join_s, partial(self._born, hello))
         if scenario.shutdown_s is not None:
@@ -101,7 +110,12 @@ class World:
     def _close(self) -> None:
         """Let what is under way come home, shut down, and see that nothing is held."""
         # A result that was lost is missed only when its step's deadline has passed.
-        self._pass(self.scenario.silence_s + self.scenario.step_deadline_s, until=lambda: not self._held())
+        pins, patience_s = self.judge.clients.pins, self.scenario.silence_s + self.scenario.step_deadline_s
+        self._pass(PATIENCE_S, until=lambda: not pins.missing())
+        if pins.missing() and self.scenario.shutdown_s is None:
+            raise WorldBroken(pins.missing())
+        self.inbox += [Unpin(case.pin.prefix_id) for case in pins.live()]
+        self._pass(patience_s, until=lambda: not self._held())
         if self._held():
             raise WorldBroken(f"when everybody is answered, the core still holds {self._held()}")
         self.inbox.append(Shutdown())
@@ -183,6 +197,7 @@ class World:
                 case Arrived(_, StepResult() as result):
                     self.seen["row failed"] += len(result.failed)
                     self.seen["block lost"] += len(result.lost)
+                    self.seen["host block lost"] += sum(lost.tier is Tier.HOST for lost in result.lost)
                     self.seen["stale result"] += (result.lease, result.step) not in self.judge.leases.accepted_now
                 case _:
                     pass
@@ -197,17 +212,35 @@ class World:
                 for at_index, num_tokens in self.errands[request_id].stops:
                     if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
                         self.inbox.append(Stop(request_id, index))
+            case Beam():
+                self.seen["beam"] += 1
+            case Pinned():
+                self.seen["pinned"] += 1
             case Started(_, cached_tokens):
                 self.seen["started"] += 1
+                self.seen["partial block shared"] += cached_tokens % self.scenario.hellos[0].layout.block_size != 0
                 self.seen["cached token"] += cached_tokens
             case Finished(reason=reason):
                 self.seen[f"finished {reason.value}"] += 1
             case Refused(refusal=refusal):
                 self.seen[f"refused {refusal.value}"] += 1
-            case Note(kind):
+            case Note(kind, text):
                 self.seen[kind.value] += 1
+                if text.endswith("by swap"):
+                    self.seen["preempted by swap"] += 1
+                    self._disturb_swapped(int(text.split()[1].rstrip(",")))
             case Names():
                 pass
+
+    def _disturb_swapped(self, request_id: int) -> None:
+        """Now and then somebody leaves just when his request is on the host."""
+        luck = self.rng.random()
+        if luck < 0.1:
+            self.inbox.append(Cancel(request_id))
+        elif luck < 0.2:
+            index = self.rng.randrange(self.errands[request_id].submit.n)
+            if self.num_emitted[request_id, index]:  # a stop string is found in something
+                self.inbox.append(Stop(request_id, index))
 
     # --- clients
 
@@ -220,6 +253,15 @@ class World:
 
         return submit
 
+    def _pinning(self, wish: PinErrand) -> Callable[[], None]:
+        def pin() -> None:
+            self.num_to_come -= 1
+            self.inbox.append(wish.pin)
+            for unpin_s in wish.unpins_s:
+                self.after(unpin_s, lambda: self.inbox.append(Unpin(wish.pin.prefix_id)))
+
+        return pin
+
     # --- workers
 
     def faults(self) -> Faults:
@@ -229,7 +271,7 @@ class World:
         self.num_born += 1
         peer = f"{hello.name}-{self.num_born}".encode()
         scale = self.scenario
-        body = Body(peer, hello, scale.silence_s, scale.step_s, self.now)
+        body = Body(peer, hello, scale.silence_s, scale.step_s, self.now, scale.move_s, scale.compute_s)
         self.bodies[peer] = body
         body.greet(self)
         self._beating(body)
@@ -304,6 +346,9 @@ class World:
     def _count_plan(self, plan: StepPlan) -> None:
         self.seen["plan"] += 1
         self.seen["copy"] += len(plan.copies)
+        self.seen["swap out"] += len(plan.swaps_out)
+        self.seen["swap in"] += len(plan.swaps_in)
+        self.seen["plan of moves alone"] += not plan.rows
         self.seen["admit"] += len(plan.admits)
 
     def _about_effect(self, effect: Effect) -> frozenset[int]:
@@ -315,11 +360,15 @@ class World:
                 return frozenset(about | {admit.sampling.seed >> 32 for admit in plan.admits})
             case Send() | Note() | Names():
                 return frozenset()
+            case Pinned(prefix_id):
+                return frozenset({prefix_id})
             case _:
                 return frozenset({effect.request_id})
 
 
 def _about_event(event: Event) -> frozenset[int]:
+    if isinstance(event, Pin | Unpin):
+        return frozenset({event.prefix_id})
     return frozenset({event.request_id}) if isinstance(event, Submit | Stop | Cancel) else frozenset()
 
 
@@ -334,10 +383,15 @@ def held_things(snapshot: Snapshot) -> str:
             "running_requests",
             "waiting_requests",
             "flights",
+            "owned_host_blocks",
+            "pinned_blocks",
+            "swapped_requests",
         ):
             count = getattr(group, name)
             if count:
                 held.append(f"{count} {name} of {group.name}")
         if group.free_blocks + group.cached_blocks != group.num_blocks:
             held.append(f"not all of {group.num_blocks} blocks of {group.name}")
+        if group.free_host_blocks + group.cached_host_blocks != group.num_host_blocks:
+            held.append(f"not all of {group.num_host_blocks} host blocks of {group.name}")
     return ", ".join(held)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kilburn.controller.core.events import Arrived, Submit
+from kilburn.controller.simulate.beams import Search
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.messages import Admit, Hello, StepPlan, StepResult
-from kilburn.shared.sampling import Draws
+from kilburn.shared.sampling import Candidates, Draws
 from kilburn.shared.types import FinishReason, LawBroken
 
 
@@ -35,6 +36,7 @@ class Told(Protocol):
     submit: Submit
     emitted: list[list[int]]
     ended: list[FinishReason | None]
+    search: Search | None
     is_cancelled: bool
 
     @property
@@ -70,6 +72,9 @@ class LeaseView:
     flights: list[Flight] = field(default_factory=list)
     rows: dict[int, RowView] = field(default_factory=dict)
     is_draining: bool = False
+    pins: dict[int, int] = field(default_factory=dict)  # prefixes that were pinned -> blocks
+    pin_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prefix -> the blocks of its row
+    num_lost: int = 0  # blocks that it lost
     heard_s: float = 0.0
 
 
@@ -101,6 +106,7 @@ class Leases:
             return set()  # stale, or doubled: it proves nothing
         flight = view.flights.pop(0)
         self.accepted_now.add((result.lease, result.step))
+        view.num_lost += len(result.lost)
         for i, (row, position) in enumerate(flight.advances):
             if result.num_tokens[i] and position is not None:
                 self.drawn.update((row.request_id, index, position) for index in row.indices)
@@ -111,19 +117,24 @@ class Leases:
     def welcomed(self, peer: bytes, lease: int, now: float) -> None:
         if lease in self.views or peer not in self.hellos:
             raise WorldBroken(f"lease {lease} for {peer!r} begins twice, or without a Hello")
+        self.end(peer)  # of a Hello said twice in one turn, the second Welcome counts
         self.views[lease] = LeaseView(lease, peer, self.hellos[peer], heard_s=now)
 
-    def planned(self, peer: bytes, plan: StepPlan, requests: Mapping[int, Told]) -> None:
+    def planned(self, peer: bytes, plan: StepPlan, requests: Mapping[int, Told], prefixes: Mapping[int, Told]) -> None:
         view = self.views.get(plan.lease)
         if view is None or view.peer != peer:
             raise WorldBroken(f"a plan for lease {plan.lease} of {peer!r}, which is over")
         demand(not view.is_draining, f"a plan after Drain for lease {plan.lease}")
         demand(plan.step == view.next_step, f"plan {plan.lease}.{plan.step}, expected step {view.next_step}")
-        demand(bool(plan.rows), "a plan without work")
+        demand(bool(plan.rows or plan.swaps_out or plan.copies or plan.swaps_in), "a plan without work")
+        demand(bool(plan.rows or not plan.admits), "a plan that admits rows and runs none")
         demand(sum(plan.counts) <= self.scenario.max_step_tokens, f"{sum(plan.counts)} positions in one plan")
         view.next_step += 1
         for admit in plan.admits:
-            view.rows[admit.row] = self._admitted(view, admit, requests)
+            view.rows[admit.row] = self._admitted(view, admit, requests, prefixes)
+        if not view.num_lost:  # otherwise a prefix may have been let go of
+            kept = {block for pin in view.pins if prefixes[pin].is_live for block in view.pin_tables[pin]}
+            demand(kept.isdisjoint(device for device, _ in plan.swaps_out), "a pinned block is swapped out")
         grown = dict.fromkeys(range(len(plan.rows)), 0)
         for at in plan.grown_at:
             grown[at] += 1
@@ -131,26 +142,36 @@ class Leases:
             self._advanced(view, row, count, grown[i])
             for i, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True))
         ]
+        _check_beams(advances)
         view.flights.append(Flight(plan.step, advances))
         demand(len(view.flights) <= self.scenario.depth, f"{len(view.flights)} plans under way")
 
-    def _admitted(self, view: LeaseView, admit: Admit, requests: Mapping[int, Told]) -> RowView:
+    def _admitted(
+        self, view: LeaseView, admit: Admit, requests: Mapping[int, Told], prefixes: Mapping[int, Told]
+    ) -> RowView:
         rid = admit.sampling.seed >> 32
         case, choose = requests.get(rid), admit.sampling.choose
+        if rid == 0:  # requests are numbered from 1
+            case = next((told for told in prefixes.values() if _computes(admit, told)), None)
+            if case is not None:
+                view.pin_tables[case.submit.request_id] = admit.blocks
         if case is None:
             raise WorldBroken(f"a row for request {rid}, which nobody made")
-        if not isinstance(choose, Draws):
-            raise WorldBroken("a row that returns candidates, though nobody asked for beams", rid)
-        submit, index = case.submit, choose.first_stream
+        submit, rid = case.submit, case.submit.request_id
         demand(replace(admit.sampling, choose=submit.sampling.choose) == submit.sampling, "another sampling", rid)
         demand(admit.num_prompt == len(submit.prompt), f"a prompt of {admit.num_prompt} tokens", rid)
-        demand(case.is_live, "a row for a request that has ended", rid)
+        demand(case.is_live or _may_end_at_once(case), "a row for a request that has ended", rid)
+        if not isinstance(choose, Draws):
+            return self._admitted_beam(admit, case, choose)
+        index = choose.first_stream
+        demand(submit.beams is None, "a beam that draws", rid)
         if choose.count > 1:
             indices = tuple(range(submit.n))
             demand(choose == Draws(0, submit.n) and not any(case.emitted), f"{choose} after the fork", rid)
         else:
             indices = (index,)
-            demand(index < submit.n and case.ended[index] is None, f"a row for index {index}, which has ended", rid)
+            is_open = index < submit.n and (case.ended[index] is None or _may_end_at_once(case))
+            demand(is_open, f"a row for index {index}, which has ended", rid)
             demand(submit.n == 1 or bool(case.emitted[index]), "a sample of its own before the fork", rid)
         tokens = [*submit.prompt, *case.emitted[index]]
         demand(list(admit.tokens) == tokens[admit.start :], "a row's tokens are those that the client saw", rid)
@@ -159,6 +180,20 @@ class Leases:
             del view.rows[number]
         return RowView(rid, case, indices, admit.start, len(tokens), len(admit.blocks))
 
+    def _admitted_beam(self, admit: Admit, case: Told, choose: Candidates) -> RowView:
+        submit, search, rid = case.submit, case.search, case.submit.request_id
+        if submit.beams is None or search is None:
+            raise WorldBroken("a row that returns candidates, though nobody asked for beams", rid)
+        num_wanted = submit.beams.width * (1 + max(1, len(submit.sampling.stop_ids)))
+        demand(choose.count == num_wanted, f"{choose.count} candidates, not the {num_wanted} that are needed", rid)
+        num_known, num_prompt = admit.start + len(admit.tokens), len(submit.prompt)
+        level = num_known - num_prompt
+        demand(0 <= level < len(search.levels), f"a beam of {level} tokens", rid)
+        known = [(*submit.prompt, *beam)[admit.start :] for beam in search.levels[level]]
+        demand(admit.tokens in known, f"{admit.tokens} is no beam after {level} tokens", rid)
+        demand(level == 0 or (rid, 0, num_known - 1) in self.drawn, "a beam before its candidates came", rid)
+        return RowView(rid, case, (0,), admit.start, num_known, len(admit.blocks))
+
     def _advanced(self, view: LeaseView, number: int, count: int, num_grown: int) -> tuple[RowView, int | None]:
         row = view.rows.get(number)
         if row is None:
@@ -166,7 +201,8 @@ class Leases:
         rid = row.request_id
         case = row.told
         demand(not case.is_cancelled, "work for a cancelled request", rid)
-        demand(any(case.ended[i] is None for i in row.indices), f"work for index {row.indices}, which has ended", rid)
+        has_open = any(case.ended[i] is None for i in row.indices) or _may_end_at_once(case)
+        demand(has_open, f"work for index {row.indices}, which has ended", rid)
         row.num_computed += count
         row.num_blocks += num_grown
         limit = len(case.submit.prompt) + case.submit.max_tokens - 1
@@ -179,3 +215,28 @@ class Leases:
             return row, None
         row.num_known += 1
         return row, row.num_known - 1
+
+
+def _computes(admit: Admit, told: Told) -> bool:
+    """Whether a row computes this named prefix."""
+    tokens = told.submit.prompt
+    return told.is_live and admit.num_prompt == len(tokens) and admit.tokens == tokens[admit.start :]
+
+
+def _may_end_at_once(case: Told) -> bool:
+    """Preempted and admitted again, a request without tokens to draw may end in the turn that planned it."""
+    return case.submit.max_tokens == 0 and not case.is_cancelled
+
+
+def _check_beams(advances: list[tuple[RowView, int | None]]) -> None:
+    """All beams of a request take their step in one plan."""
+    steps: dict[int, list[int]] = {}
+    for row, position in advances:
+        if position is not None and row.told.submit.beams is not None:
+            steps.setdefault(row.request_id, []).append(position)
+    for row, _ in advances:
+        search, positions = row.told.search, steps.get(row.request_id)
+        if search is not None and positions is not None:
+            level = search.levels[positions[0] - len(row.told.submit.prompt)]
+            holds = len(set(positions)) == 1 and len(positions) == len(level)
+            demand(holds, f"beams advance apart: {positions} of {len(level)}", row.request_id)

@@ -17,6 +17,7 @@ from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import Stop
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.registry import InProcessRegistry
+from kilburn.controller.salts import Salts
 from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
 from kilburn.shared.config import ControllerSettings
 from kilburn.shared.keys import SettingError
@@ -219,7 +220,7 @@ async def test_a_broken_law_is_contained_and_the_second_ends_the_process(tmp_pat
 
 
 async def test_an_engine_that_cannot_go_on_leaves_nobody_waiting() -> None:
-    driver = Driver(Engine(EngineSettings()), InProcessRegistry(), byte_level())
+    driver = Driver(Engine(EngineSettings()), InProcessRegistry(), byte_level(), Salts(b"k" * 32))
     answer = await driver.streams.ask([Ask([5], 10, Sampling())])
     driver.engine._groups = None  # type: ignore[assignment]  # a bug, as one might be made
     driver.post(Stop(1, 0))

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from kilburn.controller.app import Running, running_controller
 from kilburn.controller.driver import Driver
 from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
+from kilburn.controller.simulate.fake_worker import Chooser
 from kilburn.controller.text import Text
 from kilburn.shared.config import ControllerSettings
 from tests.api.vocabularies import byte_level_json, write_folder
@@ -75,6 +76,7 @@ async def served(
     delay_s: float = 0.0,
     settings: dict[str, Any] | None = None,
     worker: dict[str, Any] | None = None,
+    choose: Chooser | None = None,
 ) -> AsyncIterator[World]:
     """A world of one worker. It ends with every block free and no request open, or fails."""
     write_folder(folder)
@@ -88,7 +90,7 @@ async def served(
             running.endpoint,
             hello,
             delay_s,
-            choose=lambda row, stream: words[(len(row.tokens) - row.num_prompt) % len(words)],
+            choose=choose or (lambda row, stream: words[(len(row.tokens) - row.num_prompt) % len(words)]),
         )
         task = asyncio.create_task(daemon.run())
         try:

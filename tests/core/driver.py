@@ -18,6 +18,8 @@ from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import (
     Arrived,
+    Beam,
+    BeamSettings,
     Cancel,
     Effect,
     Emit,
@@ -26,11 +28,14 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    Pin,
+    Pinned,
     Refused,
     Send,
     Started,
     Stop,
     Submit,
+    Unpin,
 )
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.placement import Home
@@ -55,6 +60,8 @@ class Log:
     notes: list[Note] = field(default_factory=list)
     sent: list[Send] = field(default_factory=list)
     names: dict[str, set[bytes]] = field(default_factory=dict)
+    beams: dict[int, list[Beam]] = field(default_factory=dict)
+    pinned: list[Pinned] = field(default_factory=list)
 
 
 class Hand:
@@ -73,6 +80,7 @@ class Hand:
         self.workers: dict[bytes, Worker] = {}
         self.submits: dict[int, Submit] = {}
         self.cancelled: set[int] = set()
+        self.num_pins = 0
         self._hellos: dict[bytes, Hello] = {}
 
     # --- events
@@ -85,10 +93,21 @@ class Hand:
         return effects
 
     def join(
-        self, num_blocks: int = 64, block_size: int = 4, max_rows: int = 8, max_step_tokens: int = 64
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_rows: int = 8,
+        max_step_tokens: int = 64,
+        num_host_blocks: int = 0,
     ) -> list[Effect]:
         return self.say_hello(
-            hello(num_blocks=num_blocks, block_size=block_size, max_rows=max_rows, max_step_tokens=max_step_tokens)
+            hello(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                num_host_blocks=num_host_blocks,
+            )
         )
 
     def say_hello(self, hello: Hello, peer: bytes = b"w-1") -> list[Effect]:
@@ -106,9 +125,10 @@ class Hand:
         priority: int = 0,
         stop_ids: tuple[int, ...] = (),
         salt: bytes = b"",
+        beams: BeamSettings | None = None,
     ) -> Submit:
         sampling = Sampling(temperature=0.0, stop_ids=stop_ids)
-        submit = Submit(len(self.submits) + 1, tuple(prompt), max_tokens, sampling, n, priority, salt)
+        submit = Submit(len(self.submits) + 1, tuple(prompt), max_tokens, sampling, n, priority, salt, beams)
         self.submits[submit.request_id] = submit
         return submit
 
@@ -120,10 +140,20 @@ class Hand:
         priority: int = 0,
         stop_ids: tuple[int, ...] = (),
         salt: bytes = b"",
+        beams: BeamSettings | None = None,
     ) -> int:
-        submit = self.new_submit(prompt, max_tokens, n, priority, stop_ids, salt)
+        submit = self.new_submit(prompt, max_tokens, n, priority, stop_ids, salt, beams)
         self.handle(submit)
         return submit.request_id
+
+    def pin(self, tokens: Sequence[int], salt: bytes = b"", is_public: bool = False) -> int:
+        self.num_pins += 1
+        prefix_id = 1000 + self.num_pins
+        self.handle(Pin(prefix_id, tuple(tokens), salt, is_public))
+        return prefix_id
+
+    def unpin(self, prefix_id: int) -> list[Effect]:
+        return self.handle(Unpin(prefix_id))
 
     def cancel(self, request: int) -> list[Effect]:
         self.cancelled.add(request)
@@ -199,6 +229,12 @@ class Hand:
                         self.workers[peer].receive(message)
                     case _:
                         pass
+            case Beam(request_id=request):
+                self._expect_live(request, effect.index)
+                self.log.beams.setdefault(request, []).append(effect)
+                self.log.finished[request, effect.index] = Finished(request, effect.index, effect.reason)
+            case Pinned():
+                self.log.pinned.append(effect)
             case Names(group=name, published=published, withdrawn=withdrawn):
                 known = self.log.names.setdefault(name, set())
                 known -= set(withdrawn)
@@ -265,7 +301,8 @@ class Hand:
         return group
 
     def preemptions(self) -> list[str]:
-        return [note.text for note in self.log.notes if note.kind is NoteKind.PREEMPTED]
+        """The requests, in order."""
+        return [note.text.split(",")[0] for note in self.log.notes if note.kind is NoteKind.PREEMPTED]
 
     def expect_empty(self, peer: bytes = b"w-1") -> None:
         """Nothing is left of any request: no block, no row, no entry."""
@@ -277,6 +314,9 @@ class Hand:
         assert sorted(line.free_rows) == list(range(line.max_rows))
         assert pool.num_owned == pool.num_refs == 0
         assert pool.num_available == pool.num_blocks
+        host = self.scheduler(peer).memory.host
+        assert host.num_owned == 0
+        assert host.num_available == host.num_blocks
         assert not self.engine._groups
         assert not self.engine._placed
         assert not self.engine._homeless

@@ -102,7 +102,7 @@ def test_one_token_and_nothing_to_say_needs_no_worker() -> None:
         (8, 10, 4, Refusal.TOO_LONG, "at most 9 fit"),  # ... and four times three: 14 of 10 blocks
         (1, 1, 4, None, ""),
         (1, 1, 5, Refusal.TOO_WIDE, "at most 4"),
-        (100, 1, 5, Refusal.TOO_WIDE, "n is 5"),
+        (100, 1, 5, Refusal.TOO_WIDE, "is 5"),
     ],
 )
 def test_the_table_of_refusals(num_prompt: int, max_tokens: int, n: int, refusal: Refusal | None, words: str) -> None:

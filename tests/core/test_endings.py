@@ -63,7 +63,7 @@ def with_one_choice_ended(hand: Hand) -> None:
 
 def preempted(hand: Hand) -> None:
     after_the_fork(hand)
-    hand.line().preempt(hand.group(1), [])
+    hand.line().recompute(hand.group(1), [])
     assert hand.sequence(1).state is State.WAITING
 
 

@@ -98,7 +98,7 @@ def test_a_failure_of_a_life_that_is_over_is_dropped() -> None:
     hand.join()
     request = hand.submit(PROMPT, max_tokens=9)
     hand.land()
-    hand.line().preempt(hand.group(request), [])
+    hand.line().recompute(hand.group(request), [])
     hand.worker().bad_rows.add(hand.last_plan().rows[0])
     hand.land()
     hand.run()
@@ -116,7 +116,7 @@ def test_a_failure_of_a_life_that_is_over_still_costs_its_names(how: str) -> Non
     if how == "cancelled":
         hand.cancel(gone)
     else:
-        hand.line().preempt(hand.group(gone), [])
+        hand.line().recompute(hand.group(gone), [])
     assert len(hand.pool().all_names()) == 2
     hand.worker().bad_rows.add(row)
     hand.land()

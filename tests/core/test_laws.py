@@ -42,11 +42,11 @@ def test_counters_only_grow_and_hits_never_exceed_queries() -> None:
         hand.land()
         after = hand.snapshot()
         for counter in ("steps", "prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens",
-                        "preemptions", "block_copies", "evictions"):  # fmt: skip
+                        "preempted_by_recompute", "block_copies", "evictions"):  # fmt: skip
             assert getattr(after, counter) >= getattr(before, counter), counter
         assert after.prefix_hit_tokens <= after.prefix_query_tokens
         before = after
-    assert before.preemptions > 0
+    assert before.preempted_by_recompute > 0
     assert before.prompt_tokens == 7 * len(requests), "a prompt counts once, however often it is computed"
     assert before.generated_tokens == sum(map(len, hand.log.tokens.values()))
     hand.check(*requests)
@@ -98,7 +98,7 @@ def test_a_fork_with_work_in_flight_is_a_bug() -> None:
     hand.join()
     request = hand.submit(range(9), max_tokens=3, n=2)
     with pytest.raises(LawBroken, match="in flight"):
-        hand.group(request).fork(4)
+        hand.group(request).fork()
 
 
 def test_the_end_of_a_lease_quarantines_nothing() -> None:

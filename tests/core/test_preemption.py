@@ -137,7 +137,7 @@ def test_a_forked_group_is_recomputed_with_what_it_shares(depth: int) -> None:
     if depth == 1:
         hand.land()
     before = [list(hand.sequence(request, i).tokens) for i in range(3)]
-    hand.line().preempt(hand.group(request), [])
+    hand.line().recompute(hand.group(request), [])
     for block in range(14):
         hand.pool().withdraw(block)
     num_seen = len(hand.worker().seen)
@@ -175,7 +175,7 @@ def test_a_forked_group_comes_back_whatever_is_left_of_it(
         hand.land()
     for index in stopped:
         hand.stop(request, index)
-    hand.line().preempt(hand.group(request), [])
+    hand.line().recompute(hand.group(request), [])
     if not has_names:
         for block in range(10):
             hand.pool().withdraw(block)
@@ -192,7 +192,7 @@ def test_a_choice_ends_while_the_others_wait_for_the_common_blocks(when: str) ->
     request = hand.submit(range(12), max_tokens=6, n=3)
     while len(hand.tokens(request, 2)) < 2:
         hand.land()
-    hand.line().preempt(hand.group(request), [])
+    hand.line().recompute(hand.group(request), [])
     for block in range(14):
         hand.pool().withdraw(block)
     hand.land()

@@ -12,7 +12,7 @@ import pytest
 
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.prefix_index import Hasher, PrefixIndex
+from kilburn.controller.core.prefix_index import UNSALTED, Hasher, PrefixIndex, Salt
 from kilburn.shared.digest import ROOT, BlockHasher
 from kilburn.shared.messages import StepFailed
 from tests.core.driver import Hand, rows_of, settings_of_depth
@@ -35,7 +35,7 @@ class ForgetfulHasher:
         return sha256(repr(tuple(tokens)).encode()).digest()
 
 
-def holding(tokens: tuple[int, ...], hasher: Hasher, salt: bytes = b"") -> tuple[PrefixIndex, list[int]]:
+def holding(tokens: tuple[int, ...], hasher: Hasher, salt: Salt = UNSALTED) -> tuple[PrefixIndex, list[int]]:
     """An index over a pool in which `tokens` are computed and named, and the table of them."""
     pool = BlockPool(16)
     index = PrefixIndex(pool, hasher, 4)
@@ -67,19 +67,19 @@ def holding(tokens: tuple[int, ...], hasher: Hasher, salt: bytes = b"") -> tuple
 )
 def test_the_longest_run_of_leading_blocks_is_hit(held: tuple[int, ...], asked: tuple[int, ...], num_hits: int) -> None:
     index, blocks = holding(held, BlockHasher(b"m" * 32, 4))
-    assert index.match([], asked, b"") == blocks[:num_hits]
+    assert index.match([], asked, UNSALTED) == blocks[:num_hits]
 
 
 @pytest.mark.parametrize("asked", [B + C, (1, 2, 3, 5, *C), (4, 3, 2, 1, *C)])
 def test_a_collision_is_a_miss(asked: tuple[int, ...]) -> None:
     index, blocks = holding(A, ConstantHasher())
-    assert index.match([], (*A, 9), b"") == blocks, "the hasher collides, and the right tokens do hit"
-    assert index.match([], asked, b"") == []
+    assert index.match([], (*A, 9), UNSALTED) == blocks, "the hasher collides, and the right tokens do hit"
+    assert index.match([], asked, UNSALTED) == []
 
 
 def test_a_collision_beyond_the_first_block_is_a_miss() -> None:
     index, blocks = holding(A, ConstantHasher())
-    again = index.match([], A + A + (9,), b"")
+    again = index.match([], A + A + (9,), UNSALTED)
     assert again == blocks, "the second block has the same digest and tokens, and another parent"
 
 
@@ -88,7 +88,7 @@ def test_answers_are_right_whatever_the_hasher(hasher: Hasher) -> None:
     """Twelve requests from few tokens, by the real engine, with digests that are worth nothing."""
     hand = Hand(settings_of_depth(2))
     hand.join(num_blocks=20)
-    hand.scheduler().index = PrefixIndex(hand.pool(), hasher, 4)
+    hand.scheduler().memory.index = PrefixIndex(hand.pool(), hasher, 4)
     parts = [A, B, C]
     requests = [hand.submit(parts[i % 3] + parts[i // 3 % 3] + parts[i % 2], max_tokens=5) for i in range(12)]
     hand.run()
@@ -101,11 +101,11 @@ def test_answers_are_right_whatever_the_hasher(hasher: Hasher) -> None:
 
 def test_equal_blocks_after_different_parents_never_alias() -> None:
     index, blocks = holding(A + B, ForgetfulHasher())
-    assert index.match([], A + B + C, b"") == blocks
-    assert index.match([], B + C, b"") == [], "B is known, but only after A"
+    assert index.match([], A + B + C, UNSALTED) == blocks
+    assert index.match([], B + C, UNSALTED) == [], "B is known, but only after A"
     # C comes to be known after B; asked for after A it is another block.
     other, _ = holding(B + C, ForgetfulHasher())
-    assert other.match([], A + C + (1,), b"") == []
+    assert other.match([], A + C + (1,), UNSALTED) == []
 
 
 def test_a_prompt_with_another_first_block_gets_nothing_of_the_second() -> None:

@@ -9,14 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kilburn.controller.simulate.oracle import candidates, chain_of
 from kilburn.shared.layout import KVLayout
-from kilburn.shared.messages import Admit, Hello, KvLost, StepPlan, StepResult
-from kilburn.shared.sampling import Draws, Sampling
+from kilburn.shared.messages import Admit, Hello, KvLost, RowLogprobs, StepPlan, StepResult, Timings
+from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.shared.types import Tier
 
 VOCAB_SIZE = 1000
 MODEL = b"m" * 32
 Choose = Callable[[tuple[int, ...], int], int]
+Likely = Callable[[tuple[int, ...], int], list[tuple[int, float]]]
 
 
 def draw(text: tuple[int, ...], stream: int) -> int:
@@ -27,6 +29,11 @@ def draw(text: tuple[int, ...], stream: int) -> int:
     return total % VOCAB_SIZE
 
 
+def likeliest(text: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+    """The likeliest next tokens, with log probabilities."""
+    return list(candidates(chain_of(text), count, VOCAB_SIZE))
+
+
 def hello(
     name: str = "w",
     num_blocks: int = 64,
@@ -35,9 +42,13 @@ def hello(
     max_step_tokens: int = 64,
     max_len: int = 256,
     model: bytes = MODEL,
+    num_host_blocks: int = 0,
 ) -> Hello:
     layout = KVLayout(block_size, num_layers=1, num_kv_heads=1, head_dim=4, dtype="float32")
-    return Hello(name, model, layout, num_blocks, 0, max_rows, max_step_tokens, max_len, VOCAB_SIZE)
+    return Hello(name, model, layout, num_blocks, num_host_blocks, max_rows, max_step_tokens, max_len, VOCAB_SIZE)
+
+
+Cells = dict[tuple[int, int], tuple[int, ...]]  # (block, slot) -> the text up to there
 
 
 @dataclass
@@ -58,9 +69,13 @@ class Worker:
         self.plans: deque[StepPlan] = deque()  # sent, and not run
         self.seen: list[StepPlan] = []  # every plan of the lease
         self.rows: dict[int, Row] = {}
-        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, slot) -> the text up to there
+        self.cells: Cells = {}
         self.bad_blocks: set[int] = set()  # unreadable from now on, until written anew from their first slot
         self.bad_rows: set[int] = set()
+        self.host_cells: Cells = {}
+        self.bad_host_blocks: set[int] = set()
+        self.likely: Likely = likeliest
+        self.move_s = self.token_s = 0.0  # what a block moved and a position computed are said to take
 
     def filled(self, block: int) -> int:
         return sum((block, slot) in self.cells for slot in range(self.hello.layout.block_size))
@@ -68,26 +83,28 @@ class Worker:
     def receive(self, plan: StepPlan) -> None:
         assert plan.lease == self.lease
         assert plan.step == len(self.seen) + 1, "steps count from 1, without gaps"
-        assert len(plan.rows) == len(plan.counts) > 0
+        assert len(plan.rows) == len(plan.counts)
+        assert plan.rows or plan.swaps_out or plan.swaps_in
         assert sum(plan.counts) <= self.hello.max_step_tokens
         assert len(set(plan.rows)) == len(plan.rows), "a row advances once in a plan"
-        assert not plan.swaps_in
-        assert not plan.swaps_out
-        destinations = [destination for _, destination in plan.copies]
-        assert len(set(destinations)) == len(destinations), "no block is the destination of two copies"
-        assert not set(destinations) & {source for source, _ in plan.copies}
+        destinations = [destination for _, destination in (*plan.copies, *plan.swaps_in)]
+        assert len(set(destinations)) == len(destinations), "no block is the destination of two moves"
+        assert not set(destinations) & {source for source, _ in (*plan.copies, *plan.swaps_out)}
+        assert not {host for _, host in plan.swaps_out} & {host for host, _ in plan.swaps_in}
         self.seen.append(plan)
         self.plans.append(plan)
 
     def run_next(self) -> StepResult:
         """The oldest plan, as if it ran alone."""
         plan = self.plans.popleft()
-        size = self.hello.layout.block_size
+        for source, destination in plan.swaps_out:
+            self._move(self.cells, source, self.host_cells, destination)
         for source, destination in plan.copies:
-            for slot in range(size):
-                self.cells.pop((destination, slot), None)
-                if (source, slot) in self.cells:
-                    self.cells[destination, slot] = self.cells[source, slot]
+            self._move(self.cells, source, self.cells, destination)
+        for source, destination in plan.swaps_in:
+            self._move(self.host_cells, source, self.cells, destination)
+            if source in self.bad_host_blocks:
+                self.bad_blocks.add(destination)
         for admit in plan.admits:
             self._admit(admit)
         for at, block in zip(plan.grown_at, plan.grown_blocks, strict=True):
@@ -97,7 +114,15 @@ class Worker:
             drawn = self._advance(index, self.rows[row], row, count, result)
             result.num_tokens.append(len(drawn))
             result.tokens.extend(drawn)
+        num_moved = len(plan.swaps_out) + len(plan.swaps_in)
+        result.timings = Timings(forward_s=self.token_s * sum(plan.counts), moves_s=self.move_s * num_moved)
         return result
+
+    def _move(self, of: Cells, source: int, to: Cells, destination: int) -> None:
+        for slot in range(self.hello.layout.block_size):
+            to.pop((destination, slot), None)
+            if (source, slot) in of:
+                to[destination, slot] = of[source, slot]
 
     def _admit(self, admit: Admit) -> None:
         size = self.hello.layout.block_size
@@ -141,6 +166,11 @@ class Worker:
         row.num_computed = end
         if end < len(row.tokens):
             return []
+        if isinstance(row.sampling.choose, Candidates):
+            likely = self.likely(tuple(row.tokens), row.sampling.choose.count)
+            found, logprobs = tuple(token for token, _ in likely), tuple(logprob for _, logprob in likely)
+            result.logprobs = (*result.logprobs, RowLogprobs(index, 1, found, logprobs))
+            return list(found)
         assert isinstance(row.sampling.choose, Draws)
         first, num_draws = row.sampling.choose.first_stream, row.sampling.choose.count
         drawn = [self.choose(tuple(row.tokens), stream) for stream in range(first, first + num_draws)]

@@ -92,46 +92,42 @@ MUTANTS = [
     Mutant(
         "digest without parent",
         (
-            ("prefix_index.py", "self._hasher.digest(parent, tokens", "self._hasher.digest(ROOT, tokens"),
+            (
+                "prefix_index.py",
+                "parent, tokens[i * size : (i + 1) * size], salt",
+                "ROOT, tokens[i * size : (i + 1) * size], salt",
+            ),
             ("prefix_index.py", "or name.parent != (chain[i - 1] if i else ROOT)", ""),
         ),
     ),
-    one("digest without salt", "prefix_index.py", 'b"" if i else salt', 'b""'),
+    one("digest without salt", "prefix_index.py", 'salt.value if i == salt.after // size else b""', 'b""'),
     one(
         "a hit covers the newest token",
         "prefix_index.py",
-        "range((len(tokens) - 1) // size)",
-        "range(len(tokens) // size)",
+        "range(first, (len(tokens) - 1) // self._block_size)",
+        "range(first, len(tokens) // self._block_size)",
     ),
     one(
         "published one block early",
-        "scheduler.py",
+        "commit.py",
         "full = sequence.own_table.blocks[: computed // size]",
         "full = sequence.own_table.blocks[: min(computed // size + 1, len(sequence.tokens) // size)]",
     ),
     one(
         "published before it is computed",
-        "scheduler.py",
+        "commit.py",
         "full = sequence.own_table.blocks[: computed // size]",
         "full = sequence.own_table.blocks[: len(sequence.tokens) // size]",
     ),
     Mutant(
         "a failed row's names are kept",
         (
-            (
-                "scheduler.py",
-                "                        self.pool.withdraw(block)\n            if sequence.epoch",
-                "                        pass\n            if sequence.epoch",
-            ),
-            (
-                "scheduler.py",
-                "                self.pool.withdraw(block)\n        self.line.fail(",
-                "                pass\n        self.line.fail(",
-            ),
+            ("commit.py", "self._memory.distrust(sequence.chain)", "pass"),
+            ("commit.py", "self._memory.distrust(member.chain)", "pass"),
         ),
     ),
     # --- lives
-    one("the epoch is ignored", "scheduler.py", "if sequence.epoch != flight.epochs[i]:", "if False:"),
+    one("the epoch is ignored", "commit.py", "if sequence.epoch != flight.epochs[i]:", "if False:"),
     one(
         "work in flight survives the end",
         "sequence.py",
@@ -154,13 +150,13 @@ MUTANTS = [
         "admitted anew while in flight",
         (
             (
-                "scheduler.py",
+                "step.py",
                 "        if sequence.num_planned != sequence.num_computed:\n"
                 '            raise LawBroken(f"{sequence} admitted anew',
                 '        if False:\n            raise LawBroken(f"{sequence} admitted anew',
             ),
             (
-                "scheduler.py",
+                "step.py",
                 "        sequence.is_fresh = False",
                 "        sequence.is_fresh = len(sequence.tokens) % 3 == 0",
             ),
@@ -180,27 +176,25 @@ MUTANTS = [
     ),
     one(
         "generated tokens become the prompt",
-        "scheduler.py",
+        "step.py",
         "num_prompt=sequence.num_prompt,",
         "num_prompt=len(sequence.tokens),",
     ),
-    one(
-        "history is left out", "scheduler.py", "tuple(sequence.tokens[:start]) if sampling.needs_history else ()", "()"
-    ),
+    one("history is left out", "step.py", "tuple(sequence.tokens[:start]) if sampling.needs_history else ()", "()"),
     # --- forks
-    one("planned past the fork", "scheduler.py", "min(sequence.limit, sequence.num_prompt)", "sequence.limit"),
+    one("planned past the fork", "sequence.py", "min(sequence.limit, sequence.num_prompt)", "sequence.limit"),
     one(
         "a fork without Admit of the parent",
         "sequence.py",
         "        parent.is_fresh = True",
         "        parent.is_fresh = False",
     ),
-    one("swapped draws", "scheduler.py", "self._append(child, drawn[i], ", "self._append(child, drawn[-1 - i], "),
-    one("log probabilities of another draw", "scheduler.py", "_entries(logprobs, i)", "_entries(logprobs, 0)"),
+    one("swapped draws", "commit.py", "self._append(child, drawn[i], ", "self._append(child, drawn[-1 - i], "),
+    one("log probabilities of another draw", "commit.py", "_entries(logprobs, i)", "_entries(logprobs, 0)"),
     one(
         "followers do not wait for their leader",
-        "scheduler.py",
-        "if leader.num_computed < num_common * self.block_size:",
+        "lineup.py",
+        "if leader.num_computed < num_common * size:",
         "if False:",
     ),
     one(
@@ -215,24 +209,24 @@ MUTANTS = [
         (
             ("engine.py", "if group.live[0].limit <= 0:", "if False:"),
             (
-                "scheduler.py",
-                "if sequence.num_computed >= sequence.limit:\n                self.line.end",
-                "if sequence.num_computed >= max(sequence.limit, 1):\n                self.line.end",
+                "admission.py",
+                "* self._block_size, run) >= first.limit:",
+                "* self._block_size, run) >= max(first.limit, 1):",
             ),
         ),
     ),
     one(
         "the limit is not tested at admission",
-        "scheduler.py",
-        "if sequence.num_computed >= sequence.limit:\n                self.line.end",
-        "if False:\n                self.line.end",
+        "admission.py",
+        "* self._block_size, run) >= first.limit:",
+        "* self._block_size, run) < 0:",
     ),
-    one("the limit is not tested at commit", "scheduler.py", "elif computed >= sequence.limit:", "elif False:"),
+    one("the limit is not tested at commit", "commit.py", "elif computed >= sequence.limit:", "elif False:"),
     one(
         "one token too many", "sequence.py", "limit = len(prompt) + max_tokens - 1", "limit = len(prompt) + max_tokens"
     ),
-    one("the budget is ignored", "scheduler.py", "count = min(count, draft.budget)", "count = max(count, 1)"),
-    one("stop ids are ignored", "scheduler.py", "if token in sequence.stop_ids:", "if False:"),
+    one("the budget is ignored", "step.py", "count = min(count, self.budget)", "count = max(count, 1)"),
+    one("stop ids are ignored", "commit.py", "if token in sequence.stop_ids:", "if False:"),
     one(
         "one plan too deep",
         "engine.py",
@@ -269,24 +263,185 @@ MUTANTS = [
     ),
     one(
         "kv_lost after the epoch check",
-        "scheduler.py",
+        "commit.py",
         "self._lose(result.lost, effects)",
         "self._lose(tuple(x for x in result.lost if flight.sequences[x.index].epoch == flight.epochs[x.index]), "
         "effects)",
     ),
-    one("a lost block keeps its name", "scheduler.py", "            self.pool.withdraw(entry.block)\n", ""),
+    one("a lost block keeps its name", "commit.py", "        self._memory.device.withdraw(block)\n", ""),
     one(
         "others go on with a lost block",
-        "scheduler.py",
-        "                if any(entry.block in sequence.own_table.blocks for sequence in group.live):\n"
-        "                    self.line.preempt",
-        "                if False:\n                    self.line.preempt",
+        "commit.py",
+        "for group in self._line.holding(block):",
+        "for group in self._line.running[:0]:",
     ),
     one(
         "a lease's end forgets its requests",
         "engine.py",
         "            self._homeless.append(_Homeless(group, now))\n\n    # --- what time",
         "            del self._groups[group.request_id]\n\n    # --- what time",
+    ),
+    # --- two tiers
+    one(
+        "work in flight survives a swap",
+        "sequence.py",
+        "        if self.state is State.RUNNING:\n            self.epoch += 1",
+        "        if self.state is State.RUNNING and to is not State.SWAPPED:\n            self.epoch += 1",
+    ),
+    one("a block is read before it was swapped in", "memory.py", "        moves.swaps_in.append((host, block))\n", ""),
+    one(
+        "a block is taken before it was swapped out",
+        "memory.py",
+        "            moves.device_reads.extend(table.blocks)\n",
+        "            self.device.drop(table.blocks)\n",
+    ),
+    one(
+        "a host block is taken before it was swapped in",
+        "memory.py",
+        "            moves.host_reads.extend(host for host in sequence.host if host is not None)\n",
+        "            self.host.drop([host for host in sequence.host if host is not None])\n",
+    ),
+    one(
+        "a host copy is found before it is made",
+        "memory.py",
+        "            moves.names.append((copy, name))",
+        "            self.host.publish(copy, name)",
+    ),
+    one(
+        "a host copy of several is counted once",
+        "memory.py",
+        "            self.host.share(copies[block])\n            return copies[block]",
+        "            return copies[block]",
+    ),
+    one(
+        "a last, partial block comes back for all together",
+        "memory.py",
+        "key = source if i < num_full else -1 - sequence.index",
+        "key = source",
+    ),
+    one(
+        "a sequence that ends on the host keeps its copies",
+        "memory.py",
+        "        self.host.drop([host for host in sequence.host if host is not None])\n        sequence.host = []",
+        "        sequence.host = []",
+    ),
+    one(
+        "what was planned comes back as computed",
+        "sequence.py",
+        "        self.num_planned, self.plan_end = self.num_computed, 0\n",
+        "        self.num_computed, self.plan_end = self.num_planned, 0\n",
+    ),
+    one(
+        "a lost host block keeps its name",
+        "commit.py",
+        "        self._memory.host.withdraw(block)\n",
+        "",
+    ),
+    one(
+        "moves of a plan without rows are dropped",
+        "scheduler.py",
+        "if not sequences and not moves:",
+        "if not sequences:",
+    ),
+    # --- beams
+    one(
+        "a dropped beam keeps its blocks",
+        "beam.py",
+        "self.reserved_rows.append(parent.leave(State.FINISHED))",
+        "self.reserved_rows.append(parent.row)",
+    ),
+    one(
+        "a beam goes on in another's table", "beam.py", "parent = parents[c.parent]", "parent = parents[-1 - c.parent]"
+    ),
+    one("a beam feeds its own draw", "beam.py", "            beam.is_fresh = True\n", ""),
+    one("beams advance apart", "beam.py", "return len(sequence.tokens) - 1 if", "return len(sequence.tokens) if"),
+    one("beams step beyond the budget", "scheduler.py", "if draft.budget < len(group.live):", "if False:"),
+    one(
+        "blocks for the copies of beams are not counted",
+        "scheduler.py",
+        "return num_new + sum(n - 1 for n in holders.values())",
+        "return num_new",
+    ),
+    one(
+        "any candidate may finish",
+        "beam.py",
+        "for candidate in ranked[: self.settings.width]:",
+        "for candidate in ranked:",
+    ),
+    one(
+        "a search is over as soon as it can be",
+        "beam.py",
+        "        if self.settings.early_stopping is EarlyStopping.FULL:",
+        "        if True:",
+    ),
+    one(
+        "length is not penalized",
+        "beam.py",
+        "candidate.cumulative / math.pow(length, self.settings.length_penalty)",
+        "candidate.cumulative",
+    ),
+    # --- named prefixes
+    one(
+        "a prefix's partial block is shared without a copy",
+        "admission.py",
+        "self._memory.copy_at_end(source, tables[0], draft.moves)",
+        "tables[0].adopt([source])",
+    ),
+    one("a copy is left out", "memory.py", "        moves.copies.append((source, block))\n", ""),
+    one(
+        "a pinned block is swapped",
+        "memory.py",
+        "hosts[-1].append(None if block in kept else self._copy_down(block, copies, moves))",
+        "hosts[-1].append(self._copy_down(block, copies, moves))",
+    ),
+    one(
+        "a private prefix serves everybody",
+        "prefixes.py",
+        "return self.is_public or self.salt.value == salt",
+        "return True",
+    ),
+    one(
+        "the salt enters a block late",
+        "prefix_index.py",
+        "if i == salt.after // size",
+        "if i == salt.after // size + 1",
+    ),
+    one(
+        "a prefix is not restored",
+        "engine.py",
+        "            missing = self._pin_on(self._homes[peer], prefix)",
+        "            missing = None",
+    ),
+    one(
+        "a deleted prefix keeps its blocks",
+        "engine.py",
+        "                    home.scheduler.line.cancel(pin)",
+        "                    pass",
+    ),
+    one(
+        "pinned blocks are promised to requests",
+        "scheduler.py",
+        "return self.usable_blocks - self.line.num_pinned_blocks",
+        "return self.usable_blocks",
+    ),
+    one(
+        "a prefix may strand a request",
+        "scheduler.py",
+        "self.usable_blocks - after < most <= self.unpinned_blocks",
+        "False",
+    ),
+    one("a prefix of any size is held", "scheduler.py", "if after > most_pinned * self.usable_blocks:", "if False:"),
+    one(
+        "a lost block of a prefix is copied for ever",
+        "commit.py",
+        "                self._withdraw(source, effects)",
+        "                pass",
+    ),
+    one(
+        "a pin goes on after its worker was drained",
+        "engine.py",
+        "if home.lease.state is LeaseState.DRAINING:\n            return",
+        "if False:\n            return",
     ),
 ]
 

@@ -13,8 +13,13 @@ NUM_SEEDS = 2_000
 # One line for each fault that a world found. A seed means the same world only as long as scenarios are drawn alike; the
 # faults themselves are among the mutants, so that they stay found whatever becomes of the seeds.
 REGRESSIONS = {
-    22: "a worker whose Welcome was late said Hello again, and Gone and Hello chased each other for ever",
-    78: "a group of several was refused for blocks that nobody would write",
+    42: "a swapped sequence came back whose digests were not known yet",
+    109: "a request that was wholly cached had blocks copied for it",
+    686: "blocks copied for a request that ended at once were copied into again for the next",
+    1232: "who had computed a prefix before it was pinned ran out of blocks, though it was accepted to share them",
+    1657: "a lost block of a prefix was copied again and again, and nobody told",
+    1692: "blocks of a failed row were named again by somebody who shared them",
+    1815: "followers waited for a leader that had found everything",
 }
 
 # What must have come up in the 2,000 worlds, and how often at least: a world without it would prove nothing about it.
@@ -42,6 +47,15 @@ HAPPENINGS = {
     "block lost": 100,
     "step failed": 50,
     "stale result": 20,
+    "beam": 1_000,
+    "pinned": 800,
+    "partial block shared": 300,
+    "not pinned": 50,
+    "refused pins full": 30,
+    "swap out": 2_000,
+    "swap in": 250,
+    "preempted by swap": 80,
+    "plan of moves alone": 30,
 }
 
 

@@ -25,7 +25,7 @@ FROM_WORKER: dict[str, m.FromWorker] = {
         {1: "NaN in the logits"},
         (m.KvLost(0, Tier.HOST, 17, 4),),
         (m.RowLogprobs(2, 2, (12, 12, 13, 5), (-0.5, -0.5, -0.25, float("-inf"))),),
-        m.Timings(0.001, 0.002, 0.003, 0.004),
+        m.Timings(0.001, 0.002, 0.003, 0.004, 0.0015),
     ),
     "result of decodes": m.StepResult(9, 6, [1, 1, 1], [5, 6, 7]),
     "beat": m.Beat(9, 5),
@@ -135,7 +135,7 @@ def results(draw: st.DrawFn) -> m.StepResult:
         draw(st.dictionaries(indices, TEXTS, max_size=3)) if num_tokens else {},
         tuple(draw(lists(lost, 3))) if num_tokens else (),
         tuple(logprobs),
-        draw(st.builds(m.Timings, REALS, REALS, REALS, REALS)),
+        draw(st.builds(m.Timings, REALS, REALS, REALS, REALS, REALS)),
     )
 
 

@@ -275,3 +275,16 @@ def test_a_request_that_cannot_be_met_is_its_own_misfortune(sampling: Sampling) 
     result = hand.run({0: 2, 1: 3}, (admit(0, [1, 2], [1], sampling), admit(1, [3, 4, 5], [2], GREEDY)))
     assert list(result.failed) == [0]
     assert result.tokens == oracle(model, [3, 4, 5], GREEDY, 1)
+
+
+def test_a_plan_that_only_moves_has_an_empty_result_and_its_moves_are_timed() -> None:
+    """A preempted group leaves, and nobody can advance before its blocks are free; or the last row to advance ended."""
+    _, hand = world()
+    hand.run({0: 3}, (admit(0, [1, 2, 3], [1], GREEDY),))
+    result = hand.run({}, swaps_out=[(1, 4)])
+    assert (result.num_tokens, result.tokens, result.failed, result.lost) == ([], [], {}, ())
+    assert 0.0 < result.timings.moves_s <= result.timings.apply_s
+    hand.run({}, swaps_in=[(4, 2)])
+    pool, host = hand.executor.runner.cache.pool, hand.executor.runner.cache.host_pool
+    assert pool[2, :, :, :, :3].equal(pool[1, :, :, :, :3])
+    assert host[4, :, :, :, :3].equal(pool[1, :, :, :, :3])

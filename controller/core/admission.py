@@ -1,0 +1,148 @@
+"""From the line onto the rows: who is admitted, and with what of it already there.
+
+    waiting   --> hits on the device (named prefixes first), hits on the host, new blocks for the rest --> running
+    swapped   --> what is still on the device is adopted, the rest comes back from the host            --> running
+
+Only the head of the line is ever tried: whoever does not fit holds up those behind, and so is never overtaken.
+Admission takes the blocks of all tokens known by then, so that only decoding can run out of them.
+"""
+
+from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.events import Effect, Started
+from kilburn.controller.core.lineup import Lineup
+from kilburn.controller.core.policy import Need
+from kilburn.controller.core.prefixes import PinGroup, longest_pin
+from kilburn.controller.core.sequence import Group
+from kilburn.controller.core.step import Counters, Draft
+from kilburn.shared.layout import blocks_for
+from kilburn.shared.types import FinishReason
+
+TOO_SMALL = "the block pool is too small for this request; raise --kv-memory"
+
+
+class Admission:
+    """See the file's head."""
+
+    def __init__(self, line: Lineup, counters: Counters) -> None:
+        self._line, self._memory, self._counters = line, line.memory, counters
+        self._pool, self._block_size = line.memory.device, line.memory.block_size
+        self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
+        # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
+        self._watermark = self._pool.num_blocks // 100
+
+    def admit(self, draft: Draft, effects: list[Effect]) -> None:
+        """Whoever fits, from the head of the line."""
+        line = self._line
+        while draft.budget and line.waiting:
+            group = line.waiting[0]
+            now_so = (group.request_id, self._pool.num_available, bool(line.running))
+            if group.width > len(line.free_rows) or self._stuck == now_so:
+                return
+            if self._come_back(draft, group, effects) if group.is_swapped else self._start(draft, group, effects):
+                self._stuck = None
+                continue
+            self._stuck = now_so
+            if line.running or draft.moves:
+                return
+            line.fail(group, TOO_SMALL, effects)
+
+    def _has_spare(self, num_blocks: int) -> bool:
+        return self._pool.num_available - num_blocks >= (self._watermark if self._line.running else 0)
+
+    def _pinned_run(self, group: Group) -> tuple[list[int], int]:
+        """The blocks of the named prefix that shares most with the group's prompt, and how many tokens it shares."""
+        pin, run = longest_pin(group.live[0].prompt, group.salt.value, self._line.pinned)
+        return ([], 0) if pin is None else (pin.live[0].own_table.blocks, run)
+
+    def would_hold_less(self, group: Group) -> bool:
+        """Whether a running group, admitted again, would share more of a named prefix than it does.
+
+        It may have begun before the prefix was complete, though it was accepted because it shares it.
+        """
+        if any(isinstance(waiting, PinGroup) for waiting in self._line.waiting):
+            return True
+        first = group.live[0]
+        pinned, run = self._pinned_run(group)
+        shared = pinned[: min(run, first.num_prompt - 1) // self._block_size]
+        return first.own_table.blocks[: len(shared)] != shared
+
+    # --- those who were swapped out
+
+    def _come_back(self, draft: Draft, group: Group, effects: list[Effect]) -> bool:
+        """False where it does not fit now."""
+        pinned, run = self._pinned_run(group)
+        restores = self._memory.restores(group, pinned[: run // self._block_size])
+        if restores is None:
+            self._line.forget_swap(group)
+            return self._start(draft, group, effects)
+        grown = [max(blocks_for(min(len(s.tokens), s.limit), self._block_size) - len(s.host), 0) for s in group.live]
+        if not self._has_spare(self._memory.num_restored(restores, sum(grown))):
+            return False
+        tables = self._memory.swap_in(group, restores, grown, draft.moves)
+        computed = [sequence.num_computed for sequence in group.live]
+        self._line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
+        self._line.num_swapped_in += 1
+        self._plan_first(draft, group)
+        return True
+
+    # --- those who have nothing but their tokens
+
+    def _start(self, draft: Draft, group: Group, effects: list[Effect]) -> bool:
+        """False where it does not fit now."""
+        pinned, run = self._pinned_run(group)
+        shared = pinned[: run // self._block_size]
+        need = Need(group, [self._memory.hits(sequence, shared) for sequence in group.live], self._block_size)
+        if not self._has_spare(need.num_blocks(self._pool)):
+            return False
+        first = group.live[0]
+        if self._after_copy(group, need.hits[0].num_blocks * self._block_size, run) >= first.limit:
+            self._line.start(group, [BlockTable(self._pool)], [first.limit], [first.limit])
+            self._count(group, [first.limit], effects)
+            self._line.end(first, FinishReason.LENGTH, effects)  # nothing to draw, and nothing to compute
+            return True
+        tables = [BlockTable(self._pool) for _ in group.live]
+        for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
+            self._memory.adopt(need.hits[i], table, draft.moves)
+        for i, table in enumerate(tables):
+            self._memory.bring_back(need.hits[i], table, draft.moves)
+        computed = [len(table.blocks) * self._block_size for table in tables]
+        ends = [group.plan_end_of(sequence) for sequence in group.live]
+        after_copy = self._after_copy(group, computed[0], run)
+        if after_copy > computed[0]:
+            source = pinned[computed[0] // self._block_size]
+            self._memory.copy_at_end(source, tables[0], draft.moves)
+            self._counters.block_copies += 1
+            computed[0] = after_copy
+        for i, table in enumerate(tables):
+            total = need.taken[i] + len(need.hits[i].device)
+            self._memory.grow(table, total - len(table.blocks), draft.moves)
+            if need.follows(i):
+                ends[i] = 0  # until the first one has computed what they share
+        self._line.start(group, tables, computed, ends)
+        group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
+        self._line.lead(group.live[0])  # what it found may be all that they wait for
+        self._count(group, computed, effects)
+        self._plan_first(draft, group)
+        return True
+
+    def _after_copy(self, group: Group, num_computed: int, run: int) -> int:
+        """How far the first sequence has come once what it shares of a prefix's next block is copied.
+
+        That block would be written at once, so it is copied, not shared: mostly it is the prefix's last, partial one.
+        """
+        run = min(run, len(group.live[0].tokens) - 1)
+        return run if num_computed < run <= num_computed + self._block_size else num_computed
+
+    def _plan_first(self, draft: Draft, group: Group) -> None:
+        for sequence in group.live:
+            if draft.budget and sequence.plan_end > sequence.num_planned:
+                draft.add_chunk(sequence)
+
+    def _count(self, group: Group, computed: list[int], effects: list[Effect]) -> None:
+        if not group.has_started:
+            group.has_started = True
+            self._counters.prompt_tokens += group.live[0].num_prompt
+            if not isinstance(group, PinGroup):
+                effects.append(Started(group.request_id, computed[0]))
+        self._counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
+        self._counters.prefix_hit_tokens += sum(computed)

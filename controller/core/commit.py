@@ -1,0 +1,194 @@
+"""What became of a step: progress, tokens, names, forks; and what failed or was lost.
+
+Losses come first, since they say what the worker found and not what the core made of it since. Then each advance whose
+life is not over moves num_computed on, names the blocks that it filled, and appends what it drew.
+"""
+
+from kilburn.controller.core.beam import BeamGroup
+from kilburn.controller.core.events import Beam, Effect, Emit, Pinned
+from kilburn.controller.core.lineup import Lineup
+from kilburn.controller.core.policy import Costs
+from kilburn.controller.core.prefixes import PinGroup
+from kilburn.controller.core.sequence import Group, Sequence
+from kilburn.controller.core.step import Counters, Flight
+from kilburn.shared.messages import KvLost, RowLogprobs, StepResult
+from kilburn.shared.types import FinishReason, Tier
+
+
+class Disagreement(Exception):
+    """The worker's outcomes do not fit the plan. Ends the lease."""
+
+
+class Commit:
+    """Takes the results of one worker group. `name` is the group's."""
+
+    def __init__(self, line: Lineup, counters: Counters, costs: Costs, name: str, vocab_size: int) -> None:
+        self._line, self._memory, self._counters, self._costs = line, line.memory, counters, costs
+        self._name, self._vocab_size, self._block_size = name, vocab_size, line.memory.block_size
+
+    def land(self, flight: Flight, result: StepResult, effects: list[Effect]) -> None:
+        """A flight's result. Raises Disagreement."""
+        if len(result.num_tokens) != len(flight.sequences):
+            raise Disagreement(f"{len(result.num_tokens)} outcomes for {len(flight.sequences)} advances")
+        if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < self._vocab_size:
+            raise Disagreement("a token beyond the vocabulary")
+        self._learn(flight, result)
+        self._lose(result.lost, effects)
+        logprobs = {entry.index: entry for entry in result.logprobs}
+        unwell = {*result.failed, *(lost.index for lost in result.lost)}
+        tokens, at = result.tokens, 0
+        for i, sequence in enumerate(flight.sequences):
+            end = at + result.num_tokens[i]
+            drawn, at = tokens[at:end], end
+            if i in result.failed:
+                self._memory.distrust(sequence.chain)
+            if sequence.epoch != flight.epochs[i]:
+                continue  # of a life that is over
+            if i in unwell:
+                self._unwell(sequence, result.failed.get(i), effects)
+                continue
+            self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
+
+    # --- what went well
+
+    def _advance(
+        self, sequence: Sequence, count: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
+    ) -> None:
+        before, size, group = sequence.num_computed, self._block_size, sequence.group
+        computed = sequence.num_computed = before + count
+        if computed // size > before // size:
+            full = sequence.own_table.blocks[: computed // size]
+            self._memory.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
+        expected = 0 if computed < len(sequence.tokens) else group.num_draws
+        if expected != 1 or type(group) is not Group:
+            self._advance_rarely(sequence, expected, drawn, logprobs, effects)
+            return
+        if len(drawn) != 1:
+            raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected 1")
+        if sequence.followers:
+            self._line.lead(sequence)
+        self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
+
+    def _advance_rarely(
+        self, sequence: Sequence, expected: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
+    ) -> None:
+        """Of an advance that does not append one token: a chunk, a fork, a named prefix, beams."""
+        group, computed = sequence.group, sequence.num_computed
+        if len(drawn) != expected:
+            raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected {expected}")
+        if sequence.followers:
+            self._line.lead(sequence)
+        if isinstance(group, PinGroup) and computed >= sequence.limit:
+            self._line.pin(group)  # its draw is of no use to anybody
+            effects.append(Pinned(group.request_id, self._name, len(sequence.own_table.blocks)))
+        elif expected and isinstance(group, BeamGroup):
+            self._step_beams(group, sequence, _candidates(logprobs), effects)
+        elif expected:
+            for i, child in enumerate(group.fork()):
+                self._append(child, drawn[i], _entries(logprobs, i), effects)
+        elif computed >= sequence.limit:
+            self._line.end(sequence, FinishReason.LENGTH, effects)
+
+    def _append(
+        self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
+    ) -> None:
+        sequence.tokens.append(token)
+        self._counters.generated_tokens += 1
+        effects.append(Emit(sequence.group.request_id, sequence.index, token, logprobs))
+        if token in sequence.stop_ids:
+            self._line.end(sequence, FinishReason.STOP, effects)
+        elif sequence.num_computed >= sequence.limit:
+            self._line.end(sequence, FinishReason.LENGTH, effects)
+
+    def _step_beams(
+        self, group: BeamGroup, beam: Sequence, candidates: list[tuple[int, float]], effects: list[Effect]
+    ) -> None:
+        """One beam's candidates are in; with the last of them the search goes on, or ends with its results."""
+        if not group.heard(beam, candidates):
+            return
+        continuations = group.step()
+        if continuations:
+            group.go_on(continuations)
+            self._counters.generated_tokens += 1
+            return
+        self._line.cancel(group)
+        for i, kept in enumerate(group.search.kept[: group.n]):
+            outcome = Beam(group.request_id, i, kept.tokens, kept.cumulative, kept.score, kept.reason)
+            effects.append(outcome)
+
+    # --- what did not
+
+    def _unwell(self, sequence: Sequence, reason: str | None, effects: list[Effect]) -> None:
+        """A row failed, or found KV that it could not read."""
+        group = sequence.group
+        if reason is None:
+            self._line.recompute(group, effects)
+            return
+        for member in group.live:
+            self._memory.distrust(member.chain)
+        self._line.fail(group, f"the worker could not compute this request: {reason}", effects)
+
+    def _lose(self, lost: tuple[KvLost, ...], effects: list[Effect]) -> None:
+        """Blocks whose content proved unreadable lose their names, and every table that holds them is recomputed."""
+        for entry in lost:
+            pool = self._memory.pool(entry.tier)
+            if entry.block >= pool.num_blocks:
+                raise Disagreement(f"a loss in block {entry.block} of the {entry.tier.name.lower()} tier")
+            if pool.held_since(entry.block) > entry.step:
+                continue  # taken again since it was read
+            if entry.tier is Tier.HOST:
+                self._lose_on_host(entry.block, effects)
+            else:
+                self._lose_on_device(entry.block, effects)
+
+    def _lose_on_device(self, block: int, effects: list[Effect]) -> None:
+        match self._memory.origin(block):  # it would be filled from there again
+            case (Tier.HOST, source):
+                self._lose_on_host(source, effects)
+            case (Tier.DEVICE, source):
+                self._withdraw(source, effects)
+        self._withdraw(block, effects)
+
+    def _withdraw(self, block: int, effects: list[Effect]) -> None:
+        self._memory.device.withdraw(block)
+        for group in self._line.holding(block):
+            self._line.recompute(group, effects)
+        for pin in self._line.pins_holding(block):
+            self._line.unsettle(pin)
+
+    def _lose_on_host(self, block: int, effects: list[Effect]) -> None:
+        """A host copy proved unreadable: no name, no group comes back by it, and what it filled is no better."""
+        for filled in self._memory.filled_from(block):
+            self._withdraw(filled, effects)
+        self._memory.host.withdraw(block)
+        for group in self._line.waiting:
+            if any(block in sequence.host for sequence in group.live):
+                self._line.forget_swap(group)
+
+    # --- what it cost
+
+    def _learn(self, flight: Flight, result: StepResult) -> None:
+        """What the step cost, for the operators and for the next choice between swap and recompute."""
+        counters, timings = self._counters, result.timings
+        self._costs.moved(flight.num_moved, timings.moves_s)
+        if max(flight.counts, default=0) > 1:
+            self._costs.computed(sum(flight.counts), timings.forward_s)
+        counters.worker_idle_s += timings.idle_s
+        counters.worker_apply_s += timings.apply_s
+        counters.worker_forward_s += timings.forward_s
+        counters.worker_sample_s += timings.sample_s
+
+
+def _entries(logprobs: RowLogprobs | None, draw: int) -> tuple[tuple[int, float], ...]:
+    """The entries of one draw: the token itself, then the likeliest."""
+    if logprobs is None:
+        return ()
+    start, end = draw * logprobs.width, (draw + 1) * logprobs.width
+    return tuple(zip(logprobs.ids[start:end], logprobs.logprobs[start:end], strict=True))
+
+
+def _candidates(logprobs: RowLogprobs | None) -> list[tuple[int, float]]:
+    """What a beam's row returned, best first."""
+    if logprobs is None or logprobs.width != 1:
+        raise Disagreement("candidates without their log probabilities")
+    return list(zip(logprobs.ids, logprobs.logprobs, strict=True))

@@ -1,0 +1,93 @@
+"""One step as the core sees it: the draft of its plan, its flight, and what is counted.
+
+Draft   being filled, by passes over the groups          -> StepPlan
+Flight  sent, its result not back: whose rows advance, in which life, by how much
+"""
+
+from dataclasses import dataclass, field
+
+from kilburn.controller.core.memory import Moves
+from kilburn.controller.core.sequence import Sequence
+from kilburn.shared.messages import Admit
+from kilburn.shared.types import LawBroken
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan whose result is not back: whose rows advanced, in which life, by how much."""
+
+    step: int
+    sent_at: float
+    sequences: list[Sequence]
+    epochs: list[int]
+    counts: list[int]
+    num_moved: int  # blocks swapped in or out
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the lease began. Only ever grow."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    block_copies: int = 0
+    blocks_out: int = 0  # swapped to the host
+    blocks_in: int = 0
+    worker_idle_s: float = 0.0
+    worker_apply_s: float = 0.0
+    worker_forward_s: float = 0.0
+    worker_sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Draft:
+    """A plan being filled."""
+
+    moves: Moves
+    budget: int  # positions that may still be planned
+    decodes: list[Sequence] = field(default_factory=list)
+    chunks: list[Sequence] = field(default_factory=list)
+    chunk_counts: list[int] = field(default_factory=list)
+    grown_at: list[int] = field(default_factory=list)  # indices into decodes
+    grown_blocks: list[int] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    has_preempted: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.moves.step
+
+    def add_chunk(self, sequence: Sequence) -> None:
+        """As much of the known tokens as the budget allows. Their blocks are there since admission."""
+        planned = sequence.num_planned
+        count = min(len(sequence.tokens), sequence.plan_end) - planned
+        count = min(count, self.budget)
+        self.admit_fresh(sequence)
+        self.chunks.append(sequence)
+        self.chunk_counts.append(count)
+        sequence.num_planned = planned + count
+        self.budget -= count
+
+    def admit_fresh(self, sequence: Sequence) -> None:
+        """Begin a new life on the row where one is due."""
+        if not sequence.is_fresh:
+            return
+        if sequence.num_planned != sequence.num_computed:
+            raise LawBroken(f"{sequence} admitted anew with work in flight")
+        start, sampling = sequence.num_computed, sequence.sampling
+        self.admits.append(
+            Admit(
+                row=sequence.row,
+                start=start,
+                num_prompt=sequence.num_prompt,
+                tokens=tuple(sequence.tokens[start:]),
+                history=tuple(sequence.tokens[:start]) if sampling.needs_history else (),
+                blocks=tuple(sequence.own_table.blocks),
+                sampling=sampling,
+            )
+        )
+        sequence.epoch += 1
+        sequence.is_fresh = False
