@@ -19,7 +19,7 @@ STAMP := .venv/.installed
 PARTS := shared kernels worker controller
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test lint format docs clean
+.PHONY: help install serve test test-triton36 lint format docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "also: make install, lint, format, docs, clean"
@@ -46,6 +46,15 @@ serve: install
 test: install
 	@exec $(BIN)/python tests/suites.py $(SUITES)
 
+# The GPU kernels under the oldest Triton that they support. It borrows torch from the environment beside it.
+test-triton36: install
+	@test -x .venv-triton36/bin/python || "$(PYTHON)" -m venv .venv-triton36
+	@.venv-triton36/bin/python -m pip install -q 'triton==3.6.*' 'numpy==2.3.*'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$(.venv-triton36/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_first.pth
+	@PYTHONPATH=.namespace .venv-triton36/bin/python -m pytest -q tests/kernels/test_triton.py
+	@PYTHONPATH=.namespace .venv-triton36/bin/python tests/kernels/aot.py --all
+
 lint: install
 	@exec $(BIN)/python tests/suites.py lint
 
@@ -57,5 +66,5 @@ docs: install
 	$(BIN)/python docs/diagrams.py
 
 clean:
-	rm -rf .venv .namespace build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-triton36 .namespace build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import torch
 from kilburn.kernels import reference
 from kilburn.kernels.contract import Batch, Kernels, Rope, Shapes
 
-__all__ = ["Batch", "Kernels", "Rope", "Shapes", "kernels_for"]
+__all__ = ["Batch", "Kernels", "Rope", "Shapes", "can_capture", "kernels_for"]
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -17,4 +17,14 @@ def kernels_for(device: torch.device) -> Kernels:
         from kilburn.kernels.cpu.team import torch_openmp
 
         return CpuKernels(torch_openmp())
+    if device.type == "cuda" and find_spec("triton"):
+        from kilburn.kernels.triton.kernels import TritonKernels
+        from kilburn.kernels.triton.streams import beside, device_of
+
+        return TritonKernels(device, device_of(device), beside(device))
     return reference
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether launches on `device` can be recorded as a graph and asked for again as one."""
+    return device.type == "cuda" and find_spec("triton") is not None

@@ -22,12 +22,12 @@ BUDGETS_S = {
     "lint": 60,
     "architecture": 60,
     "core": 75,
-    "sim": 240,
+    "sim": 260,
     "wire": 90,
-    "kernels": 180,
-    "worker": 240,
-    "api": 120,
-    "system": 300,
+    "kernels": 240,
+    "worker": 200,
+    "api": 100,
+    "system": 380,
 }
 LAST_WORDS_S = 10.0
 LINT = (

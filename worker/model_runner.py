@@ -21,8 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, can_capture
 from kilburn.shared.ledger import logits_rows
+from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
 from kilburn.worker.rows import Ints, Limits, Rows, Work
 from kilburn.worker.sampler import Chosen, choose
@@ -48,6 +49,10 @@ class Buffer:
         self._host = torch.zeros(capacity, dtype=dtype, pin_memory=is_apart)
         self._values = self._host.numpy()
         self._device = torch.zeros(capacity, dtype=dtype, device=device) if is_apart else self._host
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.device
 
     def fill(self, values: NDArray[np.generic]) -> Tensor:
         """The tensor that holds these values until the next fill; contiguous, of their shape."""
@@ -98,14 +103,35 @@ class ModelRunner:
         self.model, self.cache, self.rows, self.kernels = model, cache, rows, kernels
         self.inputs = Inputs(rows.limits, rows.max_blocks, device)
         self.rows_at_once = logits_rows(rows.limits.vocab_size, rows.limits.max_rows)
+        self.graphs: Graphs | None = None
+        if can_capture(device):
+            self.record(recorder_for(device))
+
+    def record(self, record: Record) -> None:
+        """From now on decodes are replayed."""
+        limits, pool = self.rows.limits, self.cache.pool
+        with torch.inference_mode():
+            self.graphs = recorded(
+                self.inputs,
+                min(limits.max_rows, limits.max_step_tokens),
+                self.rows.max_blocks,
+                limits.max_len,
+                lambda ids, batch: self.model.forward(ids, pool, batch, self.kernels),
+                record,
+            )
 
     def prepare(self, work: Work) -> tuple[Tensor, Batch]:
         """The inputs of a step, on the device."""
+        if self.graphs is not None and self.graphs.takes(work):
+            return self.graphs.prepare(work, self.rows.limits.max_len)
         return self.inputs.ids.fill(work.ids), self.inputs.batch(work)
 
     def forward(self, ids: Tensor, batch: Batch, work: Work) -> tuple[Tensor, Ints]:
         """Hidden states [T, hidden], and the sequences (places in the Work) whose states are not finite."""
-        hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels)
+        if self.graphs is not None and self.graphs.takes(work):
+            hidden = self.graphs.run(work)
+        else:
+            hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels)
         # A sum is NaN or infinite if a term is: one pass, and one number per token goes to the host.
         is_finite = np.isfinite(hidden.sum(dim=-1, dtype=torch.float32).cpu().numpy())
         if is_finite.all():

@@ -149,9 +149,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def own_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function, without those of the functions inside it, which are judged by themselves."""
+    """Lines of a function's body, without those of the functions inside it, which are judged by themselves.
+
+    The signature does not count: a kernel has a line for each pointer that it takes, with its shape.
+    """
     inner = [node for node in ast.iter_child_nodes(function) if isinstance(node, FUNCTIONS)]
-    lines = (function.end_lineno or 0) - function.lineno + 1
+    lines = (function.end_lineno or 0) - function.body[0].lineno + 1
     return lines - sum((node.end_lineno or 0) - node.lineno + 1 for node in inner)
 
 

@@ -1,0 +1,334 @@
+"""What `gpu_check.py` measures of the kernels themselves: is it right, how fast, and beside what.
+
+twins        each kernel against the reference in float64, poison in what must not be read
+bandwidth    device-to-device copy: the yardstick of everything that only moves memory
+decode       KV bytes read a second, of the yardstick; the same with contiguous addressing, and layer-major storage
+prefill      TFLOP/s beside torch's flash attention over contiguous tensors
+moves        copy_blocks and swap_blocks beside plain memcpy
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kilburn.kernels import reference
+from kilburn.kernels.contract import Batch, Rope
+from kilburn.kernels.triton.kernels import TritonKernels
+from kilburn.kernels.triton.paged_attention import Device, Options, paged_attention
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs: a real device, or the interpreter on tiny sizes."""
+
+    torch_device: torch.device
+    device: Device
+    kernels: TritonKernels
+    is_dry: bool
+
+    def seconds(self, call: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
+        """The median time of one call, the host's share left out: `calls` of them are recorded and replayed."""
+        if self.is_dry:
+            begun = time.perf_counter()
+            call()
+            return time.perf_counter() - begun
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        times = []
+        for _ in range(rounds):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / calls)
+        return sorted(times)[rounds // 2]
+
+    def host_seconds(self, call: Callable[[], object], calls: int = 5) -> float:
+        """The median time of one call and its end on the device, the host's share included."""
+        if self.is_dry:
+            return self.seconds(call)
+        call()
+        times = []
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+        return sorted(times)[calls // 2]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One batch of like sequences."""
+
+    seqs: int
+    context: int
+    queries: int = 1
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def blocks_each(self) -> int:
+        return -(-self.context // self.block_size)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.seqs * self.context * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+def batch_of(shape: Shape, device: torch.device, scattered: bool = True) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    number = shape.seqs * shape.blocks_each
+    ids = torch.randperm(number, generator=generator) if scattered else torch.arange(number)
+    tables = ids.view(shape.seqs, -1).to(torch.int32)
+    positions = torch.arange(shape.context - shape.queries, shape.context).repeat(shape.seqs)
+    owner = torch.arange(shape.seqs).repeat_interleave(shape.queries)
+    slots = tables[owner, positions // shape.block_size].long() * shape.block_size + positions % shape.block_size
+    starts = torch.arange(shape.seqs + 1, dtype=torch.int32) * shape.queries
+    lens = torch.full((shape.seqs,), shape.context, dtype=torch.int32)
+    tensors = [x.to(device) for x in (starts, lens, tables, positions, slots)]
+    return Batch(*tensors, max_query=shape.queries, max_context=shape.context)
+
+
+def drawn(device: torch.device, dtype: torch.dtype, *sizes: int) -> Tensor:
+    return torch.randn(sizes, device=device, dtype=torch.float32 if device.type == "cpu" else dtype).to(dtype)
+
+
+# --- right
+
+
+def twins(place: Place) -> list[Row]:
+    """Ragged batches of every kind, each option, each dtype; the judge is the reference in float64 on the CPU."""
+    kinds = [torch.float16, torch.float32] if place.is_dry else [torch.bfloat16, torch.float16, torch.float32]
+    worlds: list[tuple[str, Row, tuple[int, int, int]]] = [
+        ("plain", {}, (2, 3, 64)),
+        ("window, cap, sinks", {"window": 19, "soft_cap": 8.0, "sinks": True}, (2, 4, 128)),
+        ("head_dim 80", {}, (1, 7, 80)),
+        ("head_dim 256", {"window": 40}, (2, 2, 256)),
+    ]
+    rows = []
+    for dtype in kinds:
+        for number, (name, options, (kv_heads, group, head_dim)) in enumerate(worlds[: 2 if place.is_dry else None]):
+            # Every size is compiled anew, so that only one world of one dtype sees them all.
+            sizes = (1, 8, 16, 24, 64, 256) if number == 0 and dtype == torch.bfloat16 else (16,)
+            for size, seqs in itertools.product(sizes, SEQS_DRY if place.is_dry else SEQS):
+                worst = _twin(place, dtype, options, seqs, kv_heads, group, head_dim, size)
+                rows.append({"what": name, "dtype": str(dtype), "block_size": size, "worst": worst, "ok": worst <= 1})
+    rows += [_eight_bits(place, kind) for kind in (torch.int8, torch.float8_e4m3fn)]
+    return rows
+
+
+# (query positions, context with them) of each sequence: a ragged batch, and a decode
+Seqs = tuple[tuple[int, int], ...]
+SEQS: tuple[Seqs, ...] = (
+    ((1, 33), (300, 300), (5, 2048), (1, 1), (1, 9000)),
+    ((1, 1), (1, 15), (1, 16), (1, 257), (1, 9000)),
+)
+SEQS_DRY: tuple[Seqs, ...] = (((1, 33), (17, 17), (5, 20)), ((1, 17), (1, 600)))
+
+
+def _twin(
+    place: Place, dtype: torch.dtype, options: Row, seqs: Seqs, kv_heads: int, group: int, head_dim: int, size: int
+) -> float:
+    """The largest error in units of what is allowed. kv_write fills the slots of the last positions first."""
+    tables, next_block, pool_blocks = [], 0, sum(-(-context // size) for _, context in seqs) + 2
+    order = torch.randperm(pool_blocks, generator=torch.Generator().manual_seed(size))
+    widest = max(-(-context // size) for _, context in seqs)
+    pool = torch.full((pool_blocks, 2, 2, kv_heads, size, head_dim), math.nan)
+    positions, slots = [], []
+    for queries, context in seqs:
+        own = order[next_block : next_block + -(-context // size)]
+        next_block += len(own)
+        tables.append(torch.cat((own, torch.full((widest - len(own),), 2**31 - 1))))
+        at = torch.arange(context)
+        known = at[: context - queries]
+        pool[own[known // size], 1, :, :, known % size] = torch.randn(len(known), 2, kv_heads, head_dim)
+        positions.append(at[context - queries :])
+        slots.append(own[positions[-1] // size] * size + positions[-1] % size)
+    starts = torch.tensor([0, *torch.tensor([queries for queries, _ in seqs]).cumsum(0)], dtype=torch.int32)
+    host = Batch(
+        starts,
+        torch.tensor([context for _, context in seqs], dtype=torch.int32),
+        torch.stack(tables).int(),
+        torch.cat(positions),
+        torch.cat(slots),
+        max_query=max(queries for queries, _ in seqs),
+        max_context=max(context for _, context in seqs),
+    )
+    fused = torch.randn(int(starts[-1]), (group + 2) * kv_heads, head_dim).to(dtype)
+    half = (head_dim // 2) & ~1
+    angle = torch.arange(9000)[:, None] * 10000.0 ** (-torch.arange(0, half, 2) / half)
+    rope = Rope(torch.cat((angle.cos(), angle.sin()), dim=1))
+    sinks = torch.randn(kv_heads * group) if options.get("sinks") else None
+    pool, where = pool.to(dtype), place.torch_device
+    words = {"scale": head_dim**-0.5, "window": options.get("window"), "soft_cap": options.get("soft_cap")}
+
+    q, k, v = fused.double().split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    kv = pool[:, 1].double()
+    reference.kv_write(q, k, v, kv, host, rope)
+    # What the device rounds on its way, the twin rounds too.
+    wanted = reference.paged_attention(
+        q.to(dtype).double(), kv.to(dtype).double().nan_to_num(), host, sinks=sinks, **words
+    )
+
+    q, k, v = fused.to(where).split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    placed, batch = pool.to(where), replace(host, **{n: getattr(host, n).to(where) for n in NAMES})
+    place.kernels.kv_write(q, k, v, placed[:, 1], batch, Rope(rope.cos_sin.to(where)))
+    got = place.kernels.paged_attention(
+        q, placed[:, 1], batch, sinks=None if sinks is None else sinks.to(where), **words
+    )
+    absolute, relative = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 4e-3)}.get(dtype, (1.6e-2, 2e-2))
+    error = (got.cpu().double() - wanted).abs() / (absolute + relative * wanted.abs())
+    return float(error.nan_to_num(math.inf).max())
+
+
+NAMES = ("query_start", "context_len", "tables", "positions", "slots")
+
+
+def _eight_bits(place: Place, stored: torch.dtype) -> Row:
+    """Attention over a pool of 8 bits against the reference over the same values in float64."""
+    dtype = torch.float16 if place.is_dry else torch.bfloat16
+    shape = Shape(2, 70 if place.is_dry else 3000, kv_heads=2, group=4, head_dim=64, dtype=dtype)
+    host = batch_of(shape, torch.device("cpu"))
+    blocks = shape.seqs * shape.blocks_each
+    kv = (torch.randn(blocks, 2, 2, 16, 64) * (20.0 if stored == torch.int8 else 2.0)).to(stored)
+    scales = torch.full((2, 2), 0.05 if stored == torch.int8 else 0.5)
+    q = torch.randn(shape.seqs, 8, 64).to(dtype)
+    wanted = reference.paged_attention(q.double(), kv.double() * scales[0, 0].double(), host, 0.125)
+    batch = batch_of(shape, place.torch_device)
+    where = place.torch_device
+    got = place.kernels.paged_attention(q.to(where), kv.to(where), batch, 0.125, scales=scales.to(where))
+    worst = float(((got.cpu().double() - wanted).abs() / (1.6e-2 + 2e-2 * wanted.abs())).nan_to_num(math.inf).max())
+    return {"what": "8 bits", "dtype": str(stored), "block_size": 16, "worst": worst, "ok": worst <= 1}
+
+
+# --- fast
+
+
+def bandwidth(place: Place) -> float:
+    """Bytes a second, read and written, of a copy too large for any cache."""
+    size = 1 << (16 if place.is_dry else 30)
+    source, destination = (torch.zeros(size, dtype=torch.uint8, device=place.torch_device) for _ in range(2))
+    return 2 * size / place.seconds(lambda: destination.copy_(source))
+
+
+def attention_seconds(place: Place, shape: Shape, how: str = "paged") -> float:
+    """How: paged; contiguous (a sequence in one piece, no table); layer-major (paged, no other layer between)."""
+    where, blocks = place.torch_device, shape.seqs * shape.blocks_each
+    layers = 2 if how == "paged" else 1  # block-major: the next block of this layer is a whole block away
+    if how == "contiguous":
+        kv = drawn(
+            where, shape.dtype, shape.seqs, 2, shape.kv_heads, shape.blocks_each * shape.block_size, shape.head_dim
+        )
+    else:
+        kv = drawn(where, shape.dtype, blocks, layers, 2, shape.kv_heads, shape.block_size, shape.head_dim)[:, 0]
+    batch = batch_of(shape, where)
+    q = drawn(where, shape.dtype, shape.seqs * shape.queries, shape.kv_heads * shape.group, shape.head_dim)
+    out, scale = torch.empty_like(q), shape.head_dim**-0.5
+
+    def attend() -> None:
+        launches = paged_attention(place.device, out, q, kv, batch, scale, Options(), paged=how != "contiguous")
+        for launch in launches:
+            launch.run()
+
+    return place.seconds(attend)
+
+
+def decode(place: Place, yardstick: float) -> list[Row]:
+    grid = [(2, 40)] if place.is_dry else [(b, c) for b in (1, 16, 64, 256) for c in (512, 2048, 8192, 32768)]
+    rows = []
+    for group in (4,) if place.is_dry else (1, 4, 8):
+        for seqs, context in grid:
+            shape = _sized(place, Shape(seqs, context, group=group))
+            if shape.kv_bytes > 20 << 30:
+                continue
+            taken = attention_seconds(place, shape)
+            row = {"batch": seqs, "context": context, "group": group, "us": taken * 1e6}
+            row["of_copy"] = shape.kv_bytes / taken / yardstick
+            if place.is_dry or (group == 4 and seqs in (16, 64) and context >= 2048):
+                row["paging_costs"] = taken / attention_seconds(place, shape, "contiguous") - 1
+                row["block_major_costs"] = taken / attention_seconds(place, shape, "layer-major") - 1
+                row["sdpa_us"] = _sdpa_seconds(place, shape) * 1e6
+            rows.append(row)
+    return rows
+
+
+def block_sizes(place: Place, yardstick: float) -> list[Row]:
+    rows = []
+    for size in (8, 16) if place.is_dry else (8, 16, 32, 64, 128):
+        shape = _sized(place, Shape(2 if place.is_dry else 64, 40 if place.is_dry else 4096, block_size=size))
+        taken = attention_seconds(place, shape)
+        rows.append({"block_size": size, "us": taken * 1e6, "of_copy": shape.kv_bytes / taken / yardstick})
+    return rows
+
+
+def prefill(place: Place) -> list[Row]:
+    rows = []
+    for length in (24,) if place.is_dry else (1024, 4096, 16384):
+        shape = _sized(place, Shape(1, length, queries=length))
+        pairs = length * (length + 1) / 2
+        flops = 4 * pairs * shape.kv_heads * shape.group * shape.head_dim
+        taken, sdpa = attention_seconds(place, shape), _sdpa_seconds(place, shape)
+        paged_for = taken / attention_seconds(place, shape, "contiguous") - 1
+        rows.append(
+            {"tokens": length, "tflops": flops / taken / 1e12, "of_sdpa": sdpa / taken, "paging_costs": paged_for}
+        )
+    return rows
+
+
+def _sized(place: Place, shape: Shape) -> Shape:
+    return replace(shape, kv_heads=1, head_dim=16, dtype=torch.float16) if place.is_dry else shape
+
+
+def _sdpa_seconds(place: Place, shape: Shape) -> float:
+    """torch's own attention over contiguous tensors of the same sizes."""
+    where, heads = place.torch_device, shape.kv_heads * shape.group
+    q = drawn(where, shape.dtype, shape.seqs, heads, shape.queries, shape.head_dim)
+    k, v = (drawn(where, shape.dtype, shape.seqs, shape.kv_heads, shape.context, shape.head_dim) for _ in range(2))
+    causal = shape.queries == shape.context
+    return place.seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True))
+
+
+def moves(place: Place, yardstick: float) -> list[Row]:
+    """Blocks of an 8B-shaped model, by block size: copies of the yardstick, swaps of pinned memcpy."""
+    rows, where = [], place.torch_device
+    for size in (4,) if place.is_dry else (8, 16, 64, 128):
+        layers, heads, dim = (2, 1, 16) if place.is_dry else (32, 8, 128)
+        number = 4 if place.is_dry else 1024 // size
+        dtype = torch.float16
+        pool = torch.zeros((2 * number, layers, 2, heads, size, dim), dtype=dtype, device=where)
+        host = torch.zeros(pool[:number].shape, dtype=dtype, pin_memory=not place.is_dry)
+        moved = host.numel() * host.element_size()
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(3))
+        pairs = torch.stack((order, torch.arange(number)), dim=1)
+        apart = torch.stack((order, torch.arange(number, 2 * number)), dim=1).to(where)
+        copy = place.seconds(lambda: place.kernels.copy_blocks(pool, apart))  # noqa: B023, called here
+        row: Row = {"block_size": size, "block_bytes": moved // number, "copy_of_copy": 2 * moved / copy / yardstick}
+        for name, source, destination in (("out", pool, host), ("in", host, pool)):
+            swap = place.host_seconds(lambda: place.kernels.swap_blocks(source, destination, pairs))  # noqa: B023
+            plain = place.host_seconds(
+                lambda: destination[:number].copy_(source[:number], non_blocking=True)  # noqa: B023
+            )
+            row[f"swap_{name}_gb_s"], row[f"swap_{name}_of_memcpy"] = moved / swap / 1e9, plain / swap
+        rows.append(row)
+    return rows

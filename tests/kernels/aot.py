@@ -1,0 +1,265 @@
+"""Every Triton kernel compiled for devices that this machine lacks, and its binaries read.
+
+    python tests/kernels/aot.py            one row of each kind for each architecture
+    python tests/kernels/aot.py --all      each tuned configuration, each head dimension, each option
+    python tests/kernels/aot.py --spill    one kernel that cannot fit its registers, to see that this is noticed
+
+A launcher is asked for a Launch with tensors that have no memory, and what it would have run is compiled for the
+target. NVIDIA's binaries are read by cuobjdump, which comes with Triton (registers, stack: what is spilled lies there,
+shared memory); AMD's assembly states its own numbers. A kernel that spills, or wants more shared memory than the device
+has, is a fault; the exit status says whether there was one.
+"""
+
+import argparse
+import dataclasses
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kilburn.kernels.contract import Batch, Rope
+from kilburn.kernels.triton.copy_blocks import copy_blocks
+from kilburn.kernels.triton.kv_write import kv_write
+from kilburn.kernels.triton.launch import Launch
+from kilburn.kernels.triton.paged_attention import Device, Options, paged_attention
+from kilburn.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from kilburn.kernels.triton.silu_mul import silu_mul
+from kilburn.kernels.triton.tilings import ARCHITECTURES
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MORE = {"spill": {"sm_90": {"maxnreg": 32}}}  # options of the compiler, beside a launch's own
+EIGHT_BITS = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "sm_80": torch.int8, "gfx942": torch.int8}
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a binary takes."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+
+# --- what is compiled
+
+
+def nowhere(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch_of(num_seqs: int, queries: int, context: int, block_size: int) -> Batch:
+    def whole(*shape: int) -> Tensor:
+        return nowhere(*shape, dtype=torch.int32)
+
+    tokens = nowhere(num_seqs * queries, dtype=torch.int64)
+    tables = whole(num_seqs, context // block_size)
+    return Batch(whole(num_seqs + 1), whole(num_seqs), tables, tokens, tokens, queries, context)
+
+
+def attention(
+    architecture: str,
+    head_dim: int,
+    queries: int,
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 16,
+    options: Options | None = None,
+    kv_dtype: torch.dtype | None = None,
+) -> list[Launch]:
+    """With one query a sequence the context is split, so that the kernel that joins the parts is compiled too."""
+    q = nowhere(8 * queries, 32, head_dim, dtype=dtype)
+    pool = nowhere(64, 4, 2, 8, block_size, head_dim, dtype=kv_dtype or dtype)
+    device = Device(architecture, 132 if queries == 1 else 1)
+    batch = batch_of(8, queries, 8192, block_size)
+    return paged_attention(device, nowhere(*q.shape, dtype=dtype), q, pool[:, 1], batch, 0.1, options or Options())
+
+
+def small() -> list[tuple[str, Launch]]:
+    """The other kernels, which are cut alike for every architecture."""
+    x, head = nowhere(64, 4096), nowhere(64, 48, 128)
+    q, k, v = head.split([32, 8, 8], dim=1)
+    kv, batch = nowhere(64, 4, 2, 8, 16, 128)[:, 1], batch_of(8, 8, 4096, 16)
+    halves, pairs = (Rope(nowhere(4096, 64, dtype=torch.float32), interleaved) for interleaved in (False, True))
+    pool = nowhere(64, 4, 2, 8, 16, 128)
+    moves = nowhere(3, 2, dtype=torch.int64)
+    return [
+        ("rms_norm", rms_norm(x, x.unsqueeze(1), x[0], 1e-6)),
+        ("rms_norm of heads", rms_norm(q, q, nowhere(128), 1e-6)),
+        ("add_rms_norm", add_rms_norm(x, x, x, x[0], 1e-6)),
+        ("silu_mul", silu_mul(nowhere(64, 14336), nowhere(64, 28672))),
+        ("kv_write", kv_write(q, k, v, kv, batch, halves)),
+        ("kv_write, pairs", kv_write(q, k, v, kv, batch, pairs)),
+        ("kv_write, no rope", kv_write(q, k, v, kv, batch, None)),
+        ("copy_blocks", copy_blocks(pool, pool, moves)),
+    ]
+
+
+def some(architecture: str) -> Iterator[tuple[str, Launch]]:
+    for queries, head_dim in ((1, 128), (32, 128)):
+        yield from named(f"attention {head_dim} x{queries}", attention(architecture, head_dim, queries))
+    yield from small()
+
+
+def everything(architecture: str) -> Iterator[tuple[str, Launch]]:
+    yield from small()
+    for queries in (1, 32):
+        for head_dim in HEAD_DIMS:
+            yield from named(f"attention {head_dim} x{queries}", attention(architecture, head_dim, queries))
+        for head_dim in (64, 128, 256):
+            wide = attention(architecture, head_dim, queries, torch.float32)
+            yield from named(f"attention {head_dim} x{queries} float32", wide)
+        half = attention(architecture, 128, queries, torch.float16, block_size=128)
+        yield from named(f"attention 128 x{queries} float16, blocks of 128", half)
+        options = Options(window=1000, soft_cap=30.0, sinks=nowhere(32, dtype=torch.float32))
+        full = attention(architecture, 128, queries, block_size=8, options=options)
+        yield from named(f"attention 128 x{queries} window, cap, sinks, blocks of 8", full)
+        scaled, kv_dtype = Options(scales=nowhere(2, 8, dtype=torch.float32)), EIGHT_BITS[architecture]
+        eight = attention(architecture, 128, queries, options=scaled, kv_dtype=kv_dtype)
+        yield from named(f"attention 128 x{queries} {kv_dtype}", eight)
+
+
+def named(name: str, launches: list[Launch]) -> list[tuple[str, Launch]]:
+    return [(name, launches[0]), *((f"{name}, joined", launch) for launch in launches[1:])]
+
+
+def spilling(architecture: str) -> Iterator[tuple[str, Launch]]:
+    """A kernel whose threads hold more numbers until all have been summed than they may have registers."""
+    match architecture:
+        case "sm_90":  # 64 a thread, and MORE allows half as many
+            width, warps = 16384, 8
+        case "gfx942":  # 128 a thread, in a program of so many threads that they have no more
+            width, warps = 131072, 16
+        case _:
+            return
+    x = nowhere(4, width)
+    yield "made to spill", dataclasses.replace(rms_norm(x, x.unsqueeze(1), x[0], 1e-6), num_warps=warps)
+
+
+SETS = {"some": some, "all": everything, "spill": spilling}
+
+# --- how
+
+
+def source(launch: Launch) -> ASTSource:
+    """As the runtime specialises it: a 1 is a constant, what 16 divides is known to be so."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], object] = {}
+    facts: dict[tuple[int, ...], list[list[object]]] = {}
+    for place, argument in enumerate(launch.arguments):
+        name = names[place]
+        match argument:
+            case Tensor():
+                signature[name], facts[place,] = TYPES[argument.dtype], [["tt.divisibility", 16]]
+            case float():
+                signature[name] = "fp32"
+            case 1:
+                signature[name], constants[place,] = "constexpr", 1
+            case int():
+                signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
+                if argument % 16 == 0:
+                    facts[place,] = [["tt.divisibility", 16]]
+    for name, value in launch.constants.items():
+        signature[name], constants[names.index(name),] = "constexpr", value
+    return ASTSource(launch.kernel, signature, constants, facts)
+
+
+def target(architecture: str) -> GPUTarget:
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def use_of(launch: Launch, architecture: str, more: dict[str, int]) -> Use:
+    built = triton.compile(source(launch), target=target(architecture), options=launch.options | more)
+    if "amdgcn" in built.asm:
+        return _amd(built.asm["amdgcn"], built.metadata.shared)
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return _nvidia(told, built.metadata.shared)
+
+
+def _nvidia(told: str, shared_bytes: int) -> Use:
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told)
+    if found is None:
+        raise ValueError(f"cuobjdump says nothing about registers:\n{told}")
+    registers, stack, shared, local = map(int, found.groups())
+    return Use(registers, stack + local, shared_bytes + shared)
+
+
+def _amd(assembly: str, shared_bytes: int) -> Use:
+    def number(word: str) -> int:
+        found = re.search(rf"\.{word}:\s+(\d+)", assembly)
+        if found is None:
+            raise ValueError(f"the assembly does not state its .{word}")
+        return int(found.group(1))
+
+    spilled = max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count"))
+    return Use(number("vgpr_count"), spilled, max(shared_bytes, number("group_segment_fixed_size")))
+
+
+def compile_one(which: str, architecture: str, place: int) -> str:
+    """A line of the table, in a process of its own, which makes the Launch anew: kernels do not travel."""
+    name, launch = list(SETS[which](architecture))[place]
+    begun = time.monotonic()
+    try:
+        use = use_of(launch, architecture, MORE.get(which, {}).get(architecture, {}))
+    except (triton.CompilationError, RuntimeError) as error:
+        return f"{architecture:<7} {name:<52} FAULT: {error}"
+    fault = "FAULT: spills" if use.spilled_bytes else ""
+    if use.shared_bytes > SHARED_BYTES[architecture]:
+        fault = f"FAULT: more shared memory than {SHARED_BYTES[architecture]}"
+    numbers = f"{use.registers:>9} {use.spilled_bytes:>8} {use.shared_bytes:>8} {time.monotonic() - begun:>7.1f}"
+    return f"{architecture:<7} {name:<52} {numbers} {fault}".rstrip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--all", dest="which", action="store_const", const="all", default="some")
+    parser.add_argument("--spill", dest="which", action="store_const", const="spill")
+    parser.add_argument("--jobs", type=int, default=2)
+    words = parser.parse_args()
+    faults = 0
+    print(f"triton {triton.__version__}: {'':<45} registers  spilled   shared       s")
+    with ProcessPoolExecutor(words.jobs, mp_context=get_context("spawn")) as pool:
+        asked = [
+            pool.submit(compile_one, words.which, architecture, place)
+            for architecture in ARCHITECTURES
+            for place in range(len(list(SETS[words.which](architecture))))
+        ]
+        for answer in asked:
+            line = answer.result()
+            faults += "FAULT" in line
+            print(line, flush=True)
+    print(f"{len(asked)} kernels, {faults} faults", flush=True)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
