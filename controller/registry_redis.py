@@ -92,7 +92,8 @@ def _sentinel(url: str, options: dict[str, Any]) -> Callable[[], Client]:
     known: dict[str, Any] = {"username": unquote(user) or None, "password": unquote(password) or None, "db": db}
 
     def connect() -> Client:
-        sentinel = Sentinel([(host, int(port)) for host, _, port in hosts], sentinel_kwargs=options, **options, **known)
+        at = [(host, int(port)) for host, _, port in hosts]
+        sentinel = Sentinel(at, sentinel_kwargs=options, **options, **known)  # type: ignore[no-untyped-call]
         return sentinel.master_for(service)
 
     return connect
