@@ -24,6 +24,7 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    NotPinned,
     Pinned,
     Refused,
     Send,
@@ -72,7 +73,7 @@ class Driver:
             lambda: next(self.streams.ids),
             salts,
             registry,
-            self._leases,
+            lambda: engine.leases,
             lambda: self.vocab_size,
             most_names,
         )
@@ -138,6 +139,9 @@ class Driver:
         elif type(effect) is Note:
             self._log(effect)
         elif type(effect) is Pinned:
+            self.names.perform(effect)
+        elif type(effect) is NotPinned:
+            log.warning("a named prefix is not held: %s", effect.message)
             self.names.perform(effect)
         elif type(effect) is Refused and self.names.perform(effect):
             pass
@@ -214,9 +218,6 @@ class Driver:
         self._is_draining = True
         self._has_workers.set()
         self.post(Shutdown())
-
-    def _leases(self) -> dict[str, int]:
-        return {group.name: group.lease for group in self.engine.snapshot().groups}
 
     def max_len(self) -> int | None:
         return max((group.max_len for group in self.engine.snapshot().groups), default=None)

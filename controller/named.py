@@ -16,13 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kilburn.controller.core.events import Event, Pin, Pinned, Refused, Submit, Unpin
+from kilburn.controller.core.events import Event, NotPinned, Pin, Pinned, Refused, Submit, Unpin
 from kilburn.controller.core.prefixes import common_run
 from kilburn.controller.registry import NamedEntry, NameKey, PrefixRegistry
 from kilburn.controller.salts import Salts
 
 GRACE_S = 60.0  # how long the registry may be without a name of theirs
-RETRY_S = 60.0  # after a name of theirs could not be pinned
+RETRY_S = 60.0  # after a name could not be pinned
 MOST_THEIRS = 1024
 MOST_DELETED = 4096
 
@@ -46,6 +46,7 @@ class Named:
     num_blocks: int = 0
     held: dict[str, int] = field(default_factory=dict)  # worker group -> its lease when it told us
     refused: Refused | None = None
+    trouble: str = ""  # why it is not held, where it could not be
     retry_at: float = 0.0
     missing_since: float | None = None  # in the registry
 
@@ -79,7 +80,9 @@ class NamedPrefixes:
 
         Look at `refused` of what is returned. The same prefix under the same name is the same registration.
         """
-        entry = NamedEntry(tenant, name, cache_salt, tuple(tokens), time.time_ns() // 1000)
+        # After any deletion that we know of, even one by a controller whose clock is ahead of ours.
+        stamp = max(time.time_ns() // 1000, self._deleted.get((tenant, name), -1) + 1)
+        entry = NamedEntry(tenant, name, cache_salt, tuple(tokens), stamp)
         known = self._named.get(entry.key)
         if known is not None and (known.entry.tokens, known.entry.cache_salt) != (entry.tokens, cache_salt):
             raise NameTaken
@@ -87,8 +90,7 @@ class NamedPrefixes:
             raise NamesFull
         named = known or Named(entry, self._salt_of(entry), is_ours=True)
         self._named[entry.key], named.is_ours = named, True
-        if named.prefix_id is None:
-            named.refused = None
+        if named.prefix_id is None or self._has_failed(named):
             self._pin(named)
             try:
                 await self._engine_heard()
@@ -126,8 +128,11 @@ class NamedPrefixes:
     # --- for the driver
 
     def used_by(self, submit: Submit) -> None:
-        """A request is about to be submitted: names of theirs that it begins with are pinned now."""
-        waiting = [n for n in self._named.values() if n.prefix_id is None and not n.is_ours]
+        """A request is about to be submitted: names that it begins with and that nobody holds are pinned now.
+
+        Those are names of theirs, and any that could not be pinned when that was tried.
+        """
+        waiting = [n for n in self._named.values() if (n.prefix_id is None and not n.is_ours) or self._has_failed(n)]
         if not waiting:
             return
         prompt, now = tuple(submit.prompt), asyncio.get_running_loop().time()
@@ -138,19 +143,21 @@ class NamedPrefixes:
             if may_use and now >= named.retry_at and 2 * common_run(prompt, tokens) >= len(tokens):
                 self._pin(named)
 
-    def perform(self, effect: Pinned | Refused) -> bool:
+    def perform(self, effect: Pinned | NotPinned | Refused) -> bool:
         """Whether this effect is about a prefix."""
-        named = self._by_id.get(effect.prefix_id if isinstance(effect, Pinned) else effect.request_id)
+        named = self._by_id.get(effect.request_id if isinstance(effect, Refused) else effect.prefix_id)
         if named is None:
-            return isinstance(effect, Pinned)  # its name was deleted meanwhile
+            return not isinstance(effect, Refused)  # its name was deleted meanwhile
         match effect:
             case Pinned(group=group, num_blocks=num_blocks):
-                named.num_blocks = num_blocks
+                named.num_blocks, named.trouble = num_blocks, ""
                 named.held[group] = self._leases().get(group, 0)
             case Refused(request_id=prefix_id):
                 del self._by_id[prefix_id]
                 named.prefix_id, named.refused = None, effect
-                named.retry_at = asyncio.get_running_loop().time() + RETRY_S
+                self._note_trouble(named, effect.message)
+            case NotPinned(message=message):
+                self._note_trouble(named, message)
         return True
 
     def turn_ended(self) -> None:
@@ -164,32 +171,36 @@ class NamedPrefixes:
 
     def heard(self, entries: Mapping[NameKey, NamedEntry]) -> list[NamedEntry]:
         """All that the registry knows. Returns what should be published (again)."""
+        room = MOST_THEIRS - sum(not named.is_ours for named in self._named.values())
+        deletions: list[NamedEntry] = []
         for key, entry in entries.items():
+            deleted_at = self._deleted.get(key, -1)
             if entry.is_deleted:
                 known = self._named.get(key)
                 if known is not None and known.entry.stamp <= entry.stamp:
                     self._drop(key)
                 self._remember_deleted(key, entry.stamp)
-            else:
-                self._note_theirs(entry)
+            elif entry.stamp <= deleted_at:  # somebody who had not heard of it published the name once more
+                deletions.append(NamedEntry(*key, "", (), deleted_at))
+            elif self._note_theirs(entry, room > 0):
+                room -= 1
         self._forget_theirs(entries)
-        return [
+        return deletions + [
             named.entry
             for key, named in self._named.items()
             if named.is_ours and named.refused is None and (key not in entries or entries[key].is_deleted)
         ]
 
-    def _note_theirs(self, entry: NamedEntry) -> None:
-        if entry.stamp <= self._deleted.get(entry.key, -1) or max(entry.tokens) >= self._vocab_size():
-            return
+    def _note_theirs(self, entry: NamedEntry, has_room: bool) -> bool:
+        """Whether the entry is of a name that is new here."""
         known = self._named.get(entry.key)
+        if (known is None and not has_room) or max(entry.tokens) >= self._vocab_size():
+            return False
         if known is not None and (known.is_ours or known.entry.stamp >= entry.stamp):
-            return
-        if known is None and sum(not named.is_ours for named in self._named.values()) >= MOST_THEIRS:
-            return
-        if known is not None:
-            self._drop(entry.key)
+            return False
+        self._drop(entry.key)
         self._named[entry.key] = Named(entry, self._salt_of(entry), is_ours=False)
+        return known is None
 
     def _forget_theirs(self, entries: Mapping[NameKey, NamedEntry]) -> None:
         now = asyncio.get_running_loop().time()
@@ -206,14 +217,25 @@ class NamedPrefixes:
     def _salt_of(self, entry: NamedEntry) -> bytes:
         return b"" if entry.is_public else self._salts.of(entry.tenant, entry.cache_salt)
 
+    def _has_failed(self, named: Named) -> bool:
+        return bool(named.trouble) and not self.is_held(named)
+
+    def _note_trouble(self, named: Named, message: str) -> None:
+        named.trouble, named.retry_at = message, asyncio.get_running_loop().time() + RETRY_S
+
     def _pin(self, named: Named) -> None:
-        named.prefix_id = self._next_id()
+        self._unpin(named)
+        named.prefix_id, named.refused, named.trouble = self._next_id(), None, ""
         self._by_id[named.prefix_id] = named
         self._post(Pin(named.prefix_id, named.entry.tokens, named.salt, named.entry.is_public))
 
     def _drop(self, key: NameKey) -> None:
         named = self._named.pop(key, None)
-        if named is not None and named.prefix_id is not None:
+        if named is not None:
+            self._unpin(named)
+
+    def _unpin(self, named: Named) -> None:
+        if named.prefix_id is not None:
             self._by_id.pop(named.prefix_id, None)
             self._post(Unpin(named.prefix_id))
 

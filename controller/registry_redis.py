@@ -39,6 +39,7 @@ BATCH = 512  # hints in one turn
 MOST_NAMES = 4096  # read in one turn
 MOST_FETCHED = 128  # digests asked about at once
 HINT_TTL_S = 600.0
+DELETED_S = 3600.0  # how long the word that a name was deleted is kept: those cut off for longer may bring it back
 
 
 class UrlFault(ValueError):
@@ -223,7 +224,8 @@ class RedisRegistry:
 
     async def _read_names(self) -> None:
         found: dict[NameKey, NamedEntry] = {}
-        num_read = 0
+        outdated: list[bytes] = []
+        num_read, too_old = 0, (time.time() - DELETED_S) * 1e6
         async for field, value in self._client.hscan_iter(self._names_at, count=64):
             num_read += 1
             if num_read > MOST_NAMES:
@@ -233,6 +235,10 @@ class RedisRegistry:
                 self.counters.ignored += 1
                 continue
             found[entry.key] = entry
+            if entry.is_deleted and entry.stamp < too_old:
+                outdated.append(field)
+        if outdated:
+            await self._client.hdel(self._names_at, *outdated)
         for entry in self._heard(found):
             self._names.setdefault(entry.key, entry)
 

@@ -106,7 +106,7 @@ class WorkerSettings(Settings):
     kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
     num_blocks: int = setting(0, Count(0, 2**31 - 1), "blocks of the KV pool, in place of kv_memory; 0: by memory")
     host_pool: int = setting(0, Size(), "memory of the second, host pool of KV; 0: none")
-    max_rows: int = setting(64, Count(1, 4096), "sequences in one batch")
+    max_rows: int = setting(128, Count(1, 4096), "sequences in one batch")
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )

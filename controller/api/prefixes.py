@@ -45,7 +45,9 @@ class PrefixRoutes:
             message = f"name: {wanted.name} is taken by another prefix; DELETE it first, or choose another name"
             raise ApiError(409, message, param="name", code="name_taken") from None
         except NamesFull:
-            raise ApiError(409, "there are too many named prefixes; DELETE one first", code="too_many_names") from None
+            raise ApiError(
+                409, "there are too many named prefixes; DELETE one, or raise --max-prefixes", code="too_many_names"
+            ) from None
         if named.refused is not None:
             raise refusal(named.refused)
         return web.json_response(self._about(named), status=200 if is_known else 201, dumps=to_json)
@@ -86,19 +88,27 @@ class PrefixRoutes:
                 raise bad_request("messages", str(error)) from None
         if not ids:
             raise bad_request("text", "text: this is a prefix of no tokens; give at least one")
+        most = self._text.max_len
+        if most is not None and len(ids) >= most:  # a request that begins with it must have room for an answer
+            field = "text" if wanted.messages is None else "messages"
+            message = f"{field}: this prefix has {len(ids)} tokens, the model takes {most - 1} at most; shorten it"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
         return list(ids)
 
     def _about(self, named: Named) -> dict[str, object]:
         entry, is_held = named.entry, self._names.is_held(named)
-        state = "ready" if is_held else "known" if named.prefix_id is None else "pending"
-        return {
+        state = "ready" if is_held else "failed" if named.trouble else "known" if named.prefix_id is None else "pending"
+        # known: of another controller, and pinned here by the first request that begins with it
+        # failed: `message` says why; tried again by a POST of the same, and after a while by a request that wants it
+        about: dict[str, object] = {
             "name": entry.name,
             "object": "prefix",
             "public": entry.is_public,
             "tokens": len(entry.tokens),
             "blocks": named.num_blocks if is_held else 0,
-            "state": state,  # known: of another controller, and pinned here by the first request that begins with it
+            "state": state,
         }
+        return {**about, "message": named.trouble} if state == "failed" else about
 
 
 def _unknown() -> ApiError:

@@ -34,7 +34,9 @@ def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None
         return None
     if not any(scheduler.fits_width(n) for scheduler in schedulers):
         widest = max(min(scheduler.max_rows, scheduler.max_step_tokens) for scheduler in schedulers)
-        message = f"n (or beam_width) is {n}, and at most {widest} sequences can run together"
+        message = (
+            f"n (or beam_width) is {n}, and at most {widest} sequences can run together; lower it, or raise --max-rows"
+        )
         return Refused(submit.request_id, Refusal.TOO_WIDE, message)
     room = room_for(num_prompt, n, schedulers, max(shared)) or 0
     if room <= 0:

@@ -28,6 +28,7 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    NotPinned,
     Pin,
     Refusal,
     Refused,
@@ -135,6 +136,11 @@ class Engine:
             if home.scheduler.flights:
                 times.append(self._step_deadline(home))
         return min(times, default=None)
+
+    @property
+    def leases(self) -> dict[str, int]:
+        """The present lease of each worker group, by the group's name."""
+        return {home.lease.hello.name: home.lease.id for home in self._homes.values()}
 
     @property
     def is_idle(self) -> bool:
@@ -316,7 +322,7 @@ class Engine:
         for prefix in self._prefixes.values():
             missing = self._pin_on(self._homes[peer], prefix)
             if missing is not None:
-                effects.append(Note(NoteKind.NOT_PINNED, f"prefix {prefix.prefix_id} on {hello.name}: {missing}"))
+                effects.append(NotPinned(prefix.prefix_id, missing))
         welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
         effects.append(Send(peer, welcome))
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))

@@ -192,6 +192,14 @@ class Pinned:
 
 
 @dataclass(slots=True)
+class NotPinned:
+    """A worker group could not compute a named prefix, or has no room for it. It tries again in its next lease."""
+
+    prefix_id: int
+    message: str
+
+
+@dataclass(slots=True)
 class Send:
     """Put this message on the wire to `peer`."""
 
@@ -213,7 +221,6 @@ class NoteKind(Enum):
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LAW_BROKEN = "law broken"
-    NOT_PINNED = "not pinned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,4 +231,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Beam | Pinned | Send | Names | Note
+Effect = Refused | Started | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note

@@ -11,7 +11,7 @@ from bisect import insort
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Effect, Finished, Note, NoteKind
+from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
@@ -229,6 +229,6 @@ class Lineup:
         indices = group.indices()
         self.cancel(group)
         if isinstance(group, PinGroup):
-            effects.append(Note(NoteKind.NOT_PINNED, f"prefix {group.request_id}: {message}"))
+            effects.append(NotPinned(group.request_id, message))
             return
         effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)

@@ -16,7 +16,7 @@ from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.sequence import Group, Place
 from kilburn.shared.sampling import Sampling
 
-FIRST = -(1 << 31)  # pins are few, short and wanted by many: they are computed before anything else
+FIRST = -(1 << 31) - 1  # before every request: pins are few, short and wanted by many
 
 
 @dataclass(frozen=True, slots=True)

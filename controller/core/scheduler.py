@@ -83,7 +83,9 @@ class Scheduler:
             return f"the prefix has {len(pin.prefix.tokens)} tokens, the model takes {self.max_len - 1}"
         after = line.num_pinned_blocks + num_blocks
         if after > most_pinned * self.usable_blocks:
-            return f"{after} blocks would be pinned, at most {int(most_pinned * self.usable_blocks)} may be"
+            room = int(most_pinned * self.usable_blocks)
+            advice = "DELETE a prefix, shorten this one, or raise --pinned-percent"
+            return f"{after} blocks would be pinned, at most {room} may be; {advice}"
         for group in (*line.running, *line.waiting, *others):
             first = group.live[0]
             most = self.most_blocks(first.num_prompt, first.limit, group.most_wide)

@@ -7,7 +7,7 @@ It takes every registered prefix to be held everywhere, which is the most that c
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kilburn.controller.core.events import Note, NoteKind, Pin, Pinned, Refusal, Refused, Submit
+from kilburn.controller.core.events import Pin, Pinned, Refusal, Refused, Submit
 from kilburn.controller.simulate.beams import Search
 from kilburn.controller.simulate.scenario import Scenario, blocks_needed, fits
 from kilburn.controller.simulate.witness import Leases, WorldBroken, demand
@@ -138,11 +138,11 @@ class Pins:
         most = self.scenario.most_pinned * view.hello.num_blocks
         demand(held <= most, f"{held} blocks are pinned of {view.hello.num_blocks}", pin_id)
 
-    def noted(self, note: Note) -> None:
-        if note.kind is NoteKind.NOT_PINNED:
-            number = int(note.text.split()[1].rstrip(":"))
-            if number in self.cases:
-                self.cases[number].is_excused = True
+    def not_pinned(self, prefix_id: int) -> None:
+        case = self.cases.get(prefix_id)
+        if case is None:
+            raise WorldBroken(f"prefix {prefix_id} could not be pinned, which nobody asked for")
+        case.is_excused = True
 
     def missing(self) -> str:
         """A prefix that some worker group does not hold, in words; empty if there is none."""

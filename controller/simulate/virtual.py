@@ -24,6 +24,7 @@ from kilburn.controller.core.events import (
     Left,
     Names,
     Note,
+    NotPinned,
     Pin,
     Pinned,
     Refused,
@@ -216,6 +217,8 @@ class World:
                 self.seen["beam"] += 1
             case Pinned():
                 self.seen["pinned"] += 1
+            case NotPinned():
+                self.seen["not pinned"] += 1
             case Started(_, cached_tokens):
                 self.seen["started"] += 1
                 self.seen["partial block shared"] += cached_tokens % self.scenario.hellos[0].layout.block_size != 0
@@ -360,7 +363,7 @@ class World:
                 return frozenset(about | {admit.sampling.seed >> 32 for admit in plan.admits})
             case Send() | Note() | Names():
                 return frozenset()
-            case Pinned(prefix_id):
+            case Pinned(prefix_id) | NotPinned(prefix_id):
                 return frozenset({prefix_id})
             case _:
                 return frozenset({effect.request_id})

@@ -1,16 +1,24 @@
 """Named prefixes over REST: computed once, held, found by whoever begins with them and may."""
 
 import asyncio
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kilburn.controller.core.events import Event, NotPinned, Pin, Pinned, Submit, Unpin
+from kilburn.controller.named import Named, NamedPrefixes
+from kilburn.controller.registry import InProcessRegistry, NamedEntry
+from kilburn.controller.salts import Salts
+from kilburn.shared.sampling import Sampling
 from tests.api.test_salts import ALICE, BOB, ROOT, cached, with_keys
 from tests.api.world import World, served
 
 SYSTEM = "You are a helpful assistant, and you always answer in rhymes. " * 3
 PATH = "/v1/prefixes"
+SALTS, TOKENS = Salts(b"0123456789abcdef"), (1, 2, 3)
 
 
 async def call(world: World, method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
@@ -33,6 +41,13 @@ async def pinned(world: World, body: dict[str, Any], key: str = "") -> dict[str,
 
 def pinned_blocks(world: World) -> int:
     return sum(group.pinned_blocks for group in world.driver.engine.snapshot().groups)
+
+
+async def test_a_prefix_beyond_the_model_is_a_400_that_says_how_long_it_may_be(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        status, body = await call(world, "POST", PATH, {"name": "book", "text": "word " * 20_000})
+        assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "text")
+        assert await call(world, "GET", PATH) == (200, {"object": "list", "data": []})
 
 
 async def test_a_life_of_a_name(tmp_path: Path) -> None:
@@ -143,3 +158,63 @@ async def test_bad_ones_name_their_field(tmp_path: Path, body: dict[str, Any], p
     async with served(tmp_path) as world:
         status, error = await call(world, "POST", PATH, body)
         assert (status, error["error"]["param"]) == (400, param)
+
+
+# --- without a server
+
+
+def some_names(posted: list[Event]) -> NamedPrefixes:
+    ids = itertools.count(1)
+    return NamedPrefixes(
+        posted.append, lambda: next(ids), SALTS, InProcessRegistry(), lambda: {"worker": 1}, lambda: 100, most_names=8
+    )
+
+
+async def registered(names: NamedPrefixes) -> Named:
+    task = asyncio.create_task(names.register("alice", "a", "", TOKENS))
+    await asyncio.sleep(0)
+    names.turn_ended()
+    return await task
+
+
+async def test_one_that_could_not_be_pinned_says_so_and_is_tried_again_by_whom_it_serves() -> None:
+    posted: list[Event] = []
+    names = some_names(posted)
+    named = await registered(names)
+    assert names.perform(NotPinned(1, "no room"))
+    assert (named.trouble, names.is_held(named)) == ("no room", False)
+    submit = Submit(10, (*TOKENS, 4), 1, Sampling(), salt=named.salt)
+    names.used_by(submit)  # so soon after
+    names.used_by(replace(submit, salt=b"other"))
+    assert [type(event) for event in posted] == [Pin]
+    named.retry_at = 0.0
+    names.used_by(replace(submit, salt=b"other"))
+    assert [type(event) for event in posted] == [Pin]
+    names.used_by(submit)
+    assert posted[1:] == [Unpin(1), Pin(2, TOKENS, named.salt)]
+    assert names.perform(Pinned(2, "worker", 1))
+    assert (named.trouble, names.is_held(named)) == ("", True)
+    names.used_by(submit)
+    assert len(posted) == 3
+
+
+async def test_a_post_of_one_that_could_not_be_pinned_tries_at_once() -> None:
+    posted: list[Event] = []
+    names = some_names(posted)
+    await registered(names)
+    names.perform(NotPinned(1, "no room"))
+    await registered(names)
+    assert [type(event) for event in posted] == [Pin, Unpin, Pin]
+
+
+async def test_a_deletion_outlives_those_who_have_not_heard_of_it() -> None:
+    names = some_names([])
+    stale = NamedEntry("alice", "a", "", TOKENS, stamp=5)
+    deletion = replace(stale, tokens=(), stamp=1 << 60)  # of a controller whose clock is ahead
+    assert names.heard({stale.key: deletion}) == []
+    assert names.heard({stale.key: stale}) == [deletion]
+    assert names.find("alice", "a") is None
+    named = await registered(names)
+    assert named.entry.stamp > deletion.stamp
+    assert names.heard({stale.key: deletion}) == [named.entry]
+    assert names.find("alice", "a") is named

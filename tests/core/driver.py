@@ -28,6 +28,7 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
+    NotPinned,
     Pin,
     Pinned,
     Refused,
@@ -62,6 +63,7 @@ class Log:
     names: dict[str, set[bytes]] = field(default_factory=dict)
     beams: dict[int, list[Beam]] = field(default_factory=dict)
     pinned: list[Pinned] = field(default_factory=list)
+    not_pinned: list[NotPinned] = field(default_factory=list)
 
 
 class Hand:
@@ -235,6 +237,8 @@ class Hand:
                 self.log.finished[request, effect.index] = Finished(request, effect.index, effect.reason)
             case Pinned():
                 self.log.pinned.append(effect)
+            case NotPinned():
+                self.log.not_pinned.append(effect)
             case Names(group=name, published=published, withdrawn=withdrawn):
                 known = self.log.names.setdefault(name, set())
                 known -= set(withdrawn)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kilburn.controller.core.engine import EngineSettings
-from kilburn.controller.core.events import Left, NoteKind, Refusal, Shutdown
+from kilburn.controller.core.events import Left, Refusal, Shutdown
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefixes import common_run
 from kilburn.controller.core.sequence import State
@@ -222,7 +222,7 @@ def test_a_prefix_that_cannot_be_computed_is_noted_and_nobody_waits_for_it() -> 
     hand.pin(PREFIX)
     hand.worker().bad_rows.add(hand.last_plan().rows[0])
     hand.run()
-    assert [note.kind for note in hand.log.notes if note.kind is NoteKind.NOT_PINNED] == [NoteKind.NOT_PINNED]
+    assert [told.prefix_id for told in hand.log.not_pinned] == [1001]
     request = hand.submit((*PREFIX, 1), max_tokens=2)
     hand.run()
     hand.check(request)

@@ -266,6 +266,25 @@ def test_hints_are_found_until_they_are_withdrawn_expired_or_not_ours(tmp_path: 
         run(test)
 
 
+def test_the_word_of_a_deletion_is_not_kept_for_ever(tmp_path: Path) -> None:
+    async def test() -> None:
+        signer = EntrySigner(Salts(KEY).service_key(), b"model")
+        registry = RedisRegistry(connector(server.url), signer, "n", "a")
+        now = time.time_ns() // 1000
+        old, new = (NamedEntry("alice", name, "", (), at) for name, at in (("old", now - 3601 * 10**6), ("new", now)))
+        for entry in (old, new):
+            registry.publish(entry)
+        registry.start()
+        client = server.client()
+        async with asyncio.timeout(10):
+            while client.hkeys("kilburn:names:n") != [signer.field_of("alice", "new")]:
+                await asyncio.sleep(0.02)
+        await registry.close()
+
+    with RedisServer(tmp_path) as server:
+        run(test)
+
+
 def test_what_is_to_be_sent_is_bounded() -> None:
     async def test() -> None:
         registry = RedisRegistry(connector("redis://127.0.0.1:1"), EntrySigner(KEY, b""), "n", "a")
