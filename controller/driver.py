@@ -141,7 +141,7 @@ class Driver:
         elif type(effect) is Pinned:
             self.names.perform(effect)
         elif type(effect) is NotPinned:
-            log.warning("a named prefix is not held: %s", effect.message)
+            log.warning("a named prefix is not held by %s: %s", effect.group, effect.message)
             self.names.perform(effect)
         elif type(effect) is Refused and self.names.perform(effect):
             pass

@@ -210,23 +210,23 @@ class Engine:
             effects.append(Refused(pin.prefix_id, Refusal.EMPTY, "the prefix has no tokens"))
             return
         for home in self._homes.values():
-            reason = self._pin_on(home, prefix)
-            if reason is not None:
+            objection = self._pin_on(home, prefix)
+            if objection is not None:
                 self._unpin(pin.prefix_id)
-                effects.append(Refused(pin.prefix_id, Refusal.PINS_FULL, reason))
+                effects.append(Refused(pin.prefix_id, *objection))
                 return
         self._prefixes[pin.prefix_id] = prefix
 
-    def _pin_on(self, home: Home, prefix: Prefix) -> str | None:
-        """Have a worker group compute and hold a prefix; returns the reason where it cannot."""
+    def _pin_on(self, home: Home, prefix: Prefix) -> tuple[Refusal, str] | None:
+        """Have a worker group compute and hold a prefix; returns why, and the reason in words, where it cannot."""
         self._num_arrivals += 1
         group = PinGroup(prefix, self._num_arrivals)
-        reason = home.scheduler.objection_to_pin(
+        objection = home.scheduler.objection_to_pin(
             group, self.settings.most_pinned, [homeless.group for homeless in self._homeless]
         )
-        if reason is None:
+        if objection is None:
             home.scheduler.line.enqueue(group)
-        return reason
+        return objection
 
     def _unpin(self, prefix_id: int) -> None:
         self._prefixes.pop(prefix_id, None)
@@ -320,9 +320,9 @@ class Engine:
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
         for prefix in self._prefixes.values():
-            missing = self._pin_on(self._homes[peer], prefix)
-            if missing is not None:
-                effects.append(NotPinned(prefix.prefix_id, missing))
+            objection = self._pin_on(self._homes[peer], prefix)
+            if objection is not None:
+                effects.append(NotPinned(prefix.prefix_id, hello.name, objection[1]))
         welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
         effects.append(Send(peer, welcome))
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))

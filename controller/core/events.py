@@ -196,6 +196,7 @@ class NotPinned:
     """A worker group could not compute a named prefix, or has no room for it. It tries again in its next lease."""
 
     prefix_id: int
+    group: str
     message: str
 
 

@@ -22,8 +22,8 @@ from kilburn.shared.types import FinishReason
 class Lineup:
     """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
 
-    def __init__(self, memory: Memory, max_rows: int) -> None:
-        self.memory, self.max_rows = memory, max_rows
+    def __init__(self, memory: Memory, max_rows: int, name: str) -> None:
+        self.memory, self.max_rows, self.name = memory, max_rows, name
         self.running: list[Group] = []
         self.waiting: list[Group] = []
         self.pinned: list[PinGroup] = []  # held, not running
@@ -229,6 +229,6 @@ class Lineup:
         indices = group.indices()
         self.cancel(group)
         if isinstance(group, PinGroup):
-            effects.append(NotPinned(group.request_id, message))
+            effects.append(NotPinned(group.request_id, self.name, message))
             return
         effects.extend(Finished(group.request_id, index, FinishReason.ERROR, message) for index in indices)

@@ -20,7 +20,7 @@ from kilburn.controller.core import laws
 from kilburn.controller.core.admission import TOO_SMALL, Admission
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.commit import Commit
-from kilburn.controller.core.events import Effect
+from kilburn.controller.core.events import Effect, Refusal
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.policy import Costs, Preemption, longest_limit, most_blocks, victim
@@ -43,7 +43,7 @@ class Scheduler:
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.line = Lineup(memory, hello.max_rows)
+        self.line = Lineup(memory, hello.max_rows, hello.name)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
@@ -76,22 +76,26 @@ class Scheduler:
         _, run = longest_pin(prompt, salt, self.line.all_pins)
         return min(run, len(prompt) - 1) // self.block_size
 
-    def objection_to_pin(self, pin: PinGroup, most_pinned: float, others: Iterable[Group]) -> str | None:
+    def objection_to_pin(
+        self, pin: PinGroup, most_pinned: float, others: Iterable[Group]
+    ) -> tuple[Refusal, str] | None:
         """Why this prefix cannot be held here; None where it can. `others`: groups that may yet come here."""
         num_blocks, line = blocks_for(len(pin.prefix.tokens), self.block_size), self.line
         if len(pin.prefix.tokens) + 1 > self.max_len:
-            return f"the prefix has {len(pin.prefix.tokens)} tokens, the model takes {self.max_len - 1}"
+            message = f"the prefix has {len(pin.prefix.tokens)} tokens, the model takes {self.max_len - 1}; shorten it"
+            return Refusal.TOO_LONG, message
         after = line.num_pinned_blocks + num_blocks
         if after > most_pinned * self.usable_blocks:
             room = int(most_pinned * self.usable_blocks)
             advice = "DELETE a prefix, shorten this one, or raise --pinned-percent"
-            return f"{after} blocks would be pinned, at most {room} may be; {advice}"
+            return Refusal.PINS_FULL, f"{after} blocks would be pinned, at most {room} may be; {advice}"
         for group in (*line.running, *line.waiting, *others):
             first = group.live[0]
             most = self.most_blocks(first.num_prompt, first.limit, group.most_wide)
             most -= self.shared_with_pins(first.prompt, group.salt.value)
             if not isinstance(group, PinGroup) and self.usable_blocks - after < most <= self.unpinned_blocks:
-                return "requests that were accepted would not fit beside it; try again when they are done"
+                message = "requests that were accepted would not fit beside it; try again when they are done"
+                return Refusal.PINS_FULL, message
         return None
 
     def fits_length(self, limit: int) -> bool:

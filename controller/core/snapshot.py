@@ -54,6 +54,17 @@ class GroupSnapshot:
     worker_apply_s: float
     worker_forward_s: float
     worker_sample_s: float
+    # Waiting requests once more, each counted in one of these:
+    waiting_for_blocks: int = 0
+    waiting_for_rows: int = 0
+    waiting_for_budget: int = 0  # of the next step
+    waiting_for_preempted: int = 0  # behind one that was preempted and goes first
+    waiting_for_prefix: int = 0  # which somebody is computing
+    waiting_tokens: int = 0  # known tokens of those who wait
+    preempted_waiting: int = 0  # of those who wait, preempted before
+    step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
+    decode_step_s: float = 0.0  # learned: a step without prompts
+    prefill_s_per_token: float = 0.0  # learned: what a prompt's token adds to a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,11 @@ class Snapshot:
     leases_ended: int
     laws_broken: int
     is_closing: bool
+    waiting_tokens: int = 0  # known tokens of all who wait, homeless ones included
+    drained_requests_per_s: float = 0.0  # requests that left the queue for the rows, of late
+    drained_tokens_per_s: float = 0.0  # and their tokens
+    queue_timeouts: int = 0  # requests that waited too long to begin
+    request_timeouts: int = 0  # requests whose time ran out
 
     @property
     def can_produce(self) -> bool:

@@ -90,8 +90,8 @@ class Judge:
                     self.clients.beam(effect, now)
                 case Pinned():
                     self.clients.pins.pinned(effect)
-                case NotPinned(prefix_id):
-                    self.clients.pins.not_pinned(prefix_id)
+                case NotPinned(prefix_id, group):
+                    self.clients.pins.not_pinned(prefix_id, group)
                 case Refused(request_id=number) if number in self.clients.pins.cases:
                     live = [case.submit for case in self.clients.live()]
                     self.clients.pins.refused(effect, live, self.clients.is_shut)

@@ -96,6 +96,8 @@ class Pins:
                 holds = not case.pin.tokens
             case Refusal.SHUTTING_DOWN:
                 holds = is_shut
+            case Refusal.TOO_LONG:
+                holds = any(len(case.pin.tokens) + 1 > view.hello.max_len for view in self.leases.views.values())
             case Refusal.PINS_FULL:
                 holds = any(self._is_too_much(case, view.hello, requests) for view in self.leases.views.values())
             case _:
@@ -138,8 +140,9 @@ class Pins:
         most = self.scenario.most_pinned * view.hello.num_blocks
         demand(held <= most, f"{held} blocks are pinned of {view.hello.num_blocks}", pin_id)
 
-    def not_pinned(self, prefix_id: int) -> None:
+    def not_pinned(self, prefix_id: int, group: str) -> None:
         case = self.cases.get(prefix_id)
+        demand(group in {hello.name for hello in self.leases.hellos.values()}, f"{group} is no worker group", prefix_id)
         if case is None:
             raise WorldBroken(f"prefix {prefix_id} could not be pinned, which nobody asked for")
         case.is_excused = True

@@ -181,7 +181,7 @@ async def test_one_that_could_not_be_pinned_says_so_and_is_tried_again_by_whom_i
     posted: list[Event] = []
     names = some_names(posted)
     named = await registered(names)
-    assert names.perform(NotPinned(1, "no room"))
+    assert names.perform(NotPinned(1, "w", "no room"))
     assert (named.trouble, names.is_held(named)) == ("no room", False)
     submit = Submit(10, (*TOKENS, 4), 1, Sampling(), salt=named.salt)
     names.used_by(submit)  # so soon after
@@ -202,7 +202,7 @@ async def test_a_post_of_one_that_could_not_be_pinned_tries_at_once() -> None:
     posted: list[Event] = []
     names = some_names(posted)
     await registered(names)
-    names.perform(NotPinned(1, "no room"))
+    names.perform(NotPinned(1, "w", "no room"))
     await registered(names)
     assert [type(event) for event in posted] == [Pin, Unpin, Pin]
 

@@ -222,7 +222,7 @@ def test_a_prefix_that_cannot_be_computed_is_noted_and_nobody_waits_for_it() -> 
     hand.pin(PREFIX)
     hand.worker().bad_rows.add(hand.last_plan().rows[0])
     hand.run()
-    assert [told.prefix_id for told in hand.log.not_pinned] == [1001]
+    assert [(told.prefix_id, told.group) for told in hand.log.not_pinned] == [(1001, "w")]
     request = hand.submit((*PREFIX, 1), max_tokens=2)
     hand.run()
     hand.check(request)
@@ -239,7 +239,7 @@ def test_a_prefix_that_cannot_be_computed_is_noted_and_nobody_waits_for_it() -> 
         (39, None, ""),
         (40, None, ""),
         (41, Refusal.PINS_FULL, "11 blocks would be pinned, at most 10 may be"),
-        (300, Refusal.PINS_FULL, "the model takes 255"),
+        (300, Refusal.TOO_LONG, "the model takes 255"),
     ],
 )
 def test_the_table_of_refusals(num_tokens: int, refusal: Refusal | None, words: str) -> None:

@@ -409,8 +409,8 @@ MUTANTS = [
     one(
         "a prefix is not restored",
         "engine.py",
-        "            missing = self._pin_on(self._homes[peer], prefix)",
-        "            missing = None",
+        "            objection = self._pin_on(self._homes[peer], prefix)",
+        "            objection = None",
     ),
     one(
         "a deleted prefix keeps its blocks",
@@ -429,6 +429,12 @@ MUTANTS = [
         "scheduler.py",
         "self.usable_blocks - after < most <= self.unpinned_blocks",
         "False",
+    ),
+    one(
+        "nobody is told of a prefix that could not be computed",
+        "lineup.py",
+        "            effects.append(NotPinned(group.request_id, self.name, message))",
+        "            pass",
     ),
     one("a prefix of any size is held", "scheduler.py", "if after > most_pinned * self.usable_blocks:", "if False:"),
     one(
