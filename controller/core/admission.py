@@ -36,7 +36,7 @@ class Admission:
         while draft.budget and line.waiting:
             group = line.waiting[0]
             now_so = (group.request_id, self._pool.num_available, bool(line.running))
-            if group.width > len(line.free_rows) or self._stuck == now_so:
+            if self.lacks_rows(group) or self._stuck == now_so:
                 return
             if self._come_back(draft, group, effects) if group.is_swapped else self._start(draft, group, effects):
                 self._stuck = None
@@ -48,6 +48,14 @@ class Admission:
 
     def _has_spare(self, num_blocks: int) -> bool:
         return self._pool.num_available - num_blocks >= (self._watermark if self._line.running else 0)
+
+    def lacks_rows(self, group: Group) -> bool:
+        """Whether a waiting group would need more rows than are free, whatever blocks there are."""
+        return group.width > len(self._line.free_rows)
+
+    def lacks_blocks(self, group: Group) -> bool:
+        """Whether a waiting group was tried and did not fit. One that was not tried waits for the next step."""
+        return self._stuck is not None and self._stuck[0] == group.request_id
 
     def _pinned_run(self, group: Group) -> tuple[list[int], int]:
         """The blocks of the named prefix that shares most with the group's prompt, and how many tokens it shares."""
@@ -140,7 +148,7 @@ class Admission:
 
     def _count(self, group: Group, computed: list[int], effects: list[Effect]) -> None:
         if not group.has_started:
-            group.has_started = True
+            group.has_started, group.cached_tokens = True, computed[0]
             self._counters.prompt_tokens += group.live[0].num_prompt
             if not isinstance(group, PinGroup):
                 effects.append(Started(group.request_id, computed[0]))

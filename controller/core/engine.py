@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kilburn.controller.core import door, laws
 from kilburn.controller.core.beam import BeamGroup
+from kilburn.controller.core.block_map import BlockMap, all_tables, request_rows, worker_map
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
 from kilburn.controller.core.commit import Disagreement
 from kilburn.controller.core.events import (
@@ -451,6 +452,12 @@ class Engine:
             laws_broken=self._laws_broken,
             is_closing=self._is_closing,
         )
+
+    def block_map(self) -> BlockMap:
+        """Memory block by block and requests one by one. For onlookers who look some times a second, not every step."""
+        homes = list(self._homes.values())
+        rows = request_rows(homes, [homeless.group for homeless in self._homeless])
+        return BlockMap(self.snapshot(), tuple([worker_map(home) for home in homes]), rows, all_tables(homes))
 
     def validate(self) -> None:
         """Every law, counted anew. Raises LawBroken."""

@@ -102,6 +102,7 @@ class Lineup:
         self.take_off(group, State.WAITING)
         self.enqueue(group)
         self.num_recomputed += 1
+        group.num_preempted += 1
         effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by recompute"))
 
     def swap_out(self, group: Group, moves: Moves, effects: list[Effect]) -> None:
@@ -114,6 +115,7 @@ class Lineup:
         group.interrupted()
         self.enqueue(group)
         self.num_swapped_out += 1
+        group.num_preempted += 1
         effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by swap"))
 
     def forget_swap(self, group: Group) -> None:

@@ -178,7 +178,19 @@ class Group:
     Until its fork a group of n is one sequence whose first draw will be n draws; `live` holds those not finished.
     """
 
-    __slots__ = ("has_forked", "has_started", "live", "n", "num_draws", "place", "request_id", "reserved_rows", "salt")
+    __slots__ = (
+        "cached_tokens",
+        "has_forked",
+        "has_started",
+        "live",
+        "n",
+        "num_draws",
+        "num_preempted",
+        "place",
+        "request_id",
+        "reserved_rows",
+        "salt",
+    )
 
     def __init__(
         self,
@@ -192,6 +204,8 @@ class Group:
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
         self.has_started = False
+        self.cached_tokens = 0  # of its prompt, when it first began
+        self.num_preempted = 0
         # With max_tokens 0 nothing is drawn, so there is nothing to fork at: the choices are one result n times.
         self.has_forked = n == 1
         self.num_draws = n  # tokens that a sequence returns when it reaches the end of what it knows

@@ -28,7 +28,8 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
-    ("snapshot", "door"),
+    ("block_map", "door"),
+    ("snapshot",),
     ("placement",),
     ("scheduler", "lease"),
     ("admission", "commit", "laws"),
