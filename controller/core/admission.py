@@ -113,6 +113,7 @@ class Admission:
             self._memory.adopt(need.hits[i], table, draft.moves)
         for i, table in enumerate(tables):
             self._memory.bring_back(need.hits[i], table, draft.moves)
+        self._counters.prefix_host_hit_tokens += len(need.hits[0].host) * self._block_size
         computed = [len(table.blocks) * self._block_size for table in tables]
         ends = [group.plan_end_of(sequence) for sequence in group.live]
         after_copy = self._after_copy(group, computed[0], run)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kilburn.controller.core.histogram import Histogram
 from kilburn.shared.types import LawBroken
 
 # A block as one byte, for onlookers: FREE is 0, OWNED the number of its tables up to the most that is told apart.
@@ -28,6 +29,7 @@ CELL_CACHED = 61
 CELL_QUARANTINED = 62
 _CLIPPED = bytes(min(refs, MOST_CELL_REFS) for refs in range(256))
 _CLIPPED_OR_CACHED = bytes([CELL_CACHED]) + _CLIPPED[1:]
+AGES_S = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)  # edges for the lives of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +62,30 @@ class NameJournal:
 
 
 class BlockPool:
-    """See the file's head. `order` is the order in which the first blocks are handed out (default: by id)."""
+    """See the file's head. `order` is the order in which the first blocks are handed out (default: by id).
+
+    `now` is the time of whatever happens next, told by whoever knows it; nothing here depends on it.
+    """
 
     def __init__(self, num_blocks: int, order: Iterable[int] | None = None) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.now = 0.0
+        self.lifetimes_s = Histogram(AGES_S)  # of evicted blocks: since they were taken
+        self.idle_s = Histogram(AGES_S)  # and since their last owner let go of them
         self.journal = NameJournal()
         self._refs = [0] * num_blocks
         self._taken_at = [0] * num_blocks  # the step whose plan last took the block
+        self._born_s = [0.0] * num_blocks  # when that was
         self._free: deque[int] = deque(range(num_blocks) if order is None else order)
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached: OrderedDict[int, float] = OrderedDict()  # since when; least recently used first
         self._quarantined: set[int] = set()
         self._names: dict[int, Name] = {}
         self._named: dict[bytes, int] = {}
         self._was_shared: set[int] = set()
         self._num_owned = 0
         self._num_refs = 0
+        self._num_shared = 0
 
     # --- questions
 
@@ -104,6 +114,11 @@ class BlockPool:
     def num_refs(self) -> int:
         """Entries of all tables: num_owned plus what sharing saves."""
         return self._num_refs
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that several tables hold."""
+        return self._num_shared
 
     def refs(self, block: int) -> int:
         return self._refs[block]
@@ -176,11 +191,14 @@ class BlockPool:
         if self._free:
             block = self._free.popleft()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, idle_since_s = self._cached.popitem(last=False)
             self._forget(block)
             self.num_evictions += 1
+            self.lifetimes_s.observe(self.now - self._born_s[block])
+            self.idle_s.observe(self.now - idle_since_s)
         self._refs[block] = 1
         self._taken_at[block] = step
+        self._born_s[block] = self.now
         self._was_shared.discard(block)
         self._num_owned += 1
         self._num_refs += 1
@@ -193,6 +211,8 @@ class BlockPool:
                 raise LawBroken(f"block {block} shared, though nobody owns it and it has no name")
             del self._cached[block]
             self._num_owned += 1
+        elif self._refs[block] == 1:
+            self._num_shared += 1
         self._refs[block] += 1
         self._num_refs += 1
         self._was_shared.add(block)
@@ -206,10 +226,11 @@ class BlockPool:
             self._refs[block] = refs - 1
             self._num_refs -= 1
             if refs > 1:
+                self._num_shared -= refs == 2
                 continue
             self._num_owned -= 1
             if block in self._names:
-                self._cached[block] = None
+                self._cached[block] = self.now
             else:
                 self._free.append(block)
 
@@ -237,6 +258,7 @@ class BlockPool:
         self.withdraw(block)
         if self._refs[block]:
             self._num_refs -= self._refs[block]
+            self._num_shared -= self._refs[block] > 1
             self._refs[block] = 0
             self._num_owned -= 1
             self._quarantined.add(block)
@@ -283,4 +305,6 @@ class BlockPool:
             raise LawBroken("names and blocks do not agree")
         if sum(holders) != self._num_refs:
             raise LawBroken(f"{sum(holders)} table entries, counted {self._num_refs}")
+        if sum(count > 1 for count in holders) != self._num_shared:
+            raise LawBroken(f"{self._num_shared} blocks are said to be shared")
         self.check()

@@ -84,6 +84,7 @@ class EngineSettings:
 class _Homeless:
     group: Group
     since: float
+    was_displaced: bool = False  # by the end of a lease
 
 
 class Engine:
@@ -104,6 +105,7 @@ class Engine:
         self._model_digest: bytes | None = None
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
+        self._num_displaced = self._num_recovered = 0  # requests
         self._is_closing = False
         # Kept here, so that what was decided and what was not yet heard outlive a broken law.
         self._events: deque[Event] = deque()
@@ -115,6 +117,8 @@ class Engine:
         """Take note of what happened, and say what to do. Raises LawBroken: a bug, see `contain`."""
         effects = self._effects
         self._events.extend(events)
+        for home in self._homes.values():
+            home.scheduler.memory.at(now)
         while self._events:
             self._take(self._events.popleft(), now, effects)
         self._pass_time(now, effects)
@@ -299,7 +303,7 @@ class Engine:
             case StepDone():
                 self._end_lease(peer, "a step was confirmed by a rank that this group does not have", now, effects)
             case Beat():
-                pass
+                home.lease.num_beats_heard += 1
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
         self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False)  # it knows
@@ -317,6 +321,7 @@ class Engine:
         pool = self._new_pool(hello.num_blocks)
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
+        memory.at(now)
         scheduler = Scheduler(hello, memory, lease.id, settings.max_step_tokens, settings.preemption)
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
@@ -370,7 +375,8 @@ class Engine:
             effects.append(Names(home.lease.hello.name, [], names))
         for group in home.scheduler.evacuate():
             del self._placed[group.request_id]
-            self._homeless.append(_Homeless(group, now))
+            self._homeless.append(_Homeless(group, now, was_displaced=True))
+            self._num_displaced += 1
 
     # --- what time and room bring about
 
@@ -399,6 +405,7 @@ class Engine:
             if home is not None:
                 self._placed[group.request_id] = home
                 home.scheduler.line.enqueue(group)
+                self._num_recovered += homeless.was_displaced
             elif now >= homeless.since + self.settings.recovery_s:
                 self._give_up(group, effects)
             else:
@@ -449,6 +456,8 @@ class Engine:
             homeless_requests=len(self._homeless),
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
+            requests_displaced=self._num_displaced,
+            requests_recovered=self._num_recovered,
             laws_broken=self._laws_broken,
             is_closing=self._is_closing,
         )

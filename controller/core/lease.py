@@ -42,7 +42,18 @@ if MOVES.keys() != set(LeaseState):
 class Lease:
     """Of one peer, from its Hello on."""
 
-    __slots__ = ("beat_s", "heard_at", "hello", "id", "next_beat_at", "peer", "silence_s", "state")
+    __slots__ = (
+        "beat_s",
+        "heard_at",
+        "hello",
+        "id",
+        "next_beat_at",
+        "num_beats_heard",
+        "num_beats_sent",
+        "peer",
+        "silence_s",
+        "state",
+    )  # fmt: skip
 
     def __init__(self, id: int, peer: bytes, hello: Hello, beat_s: float, silence_s: float, now: float) -> None:
         self.id, self.peer, self.hello = id, peer, hello
@@ -50,6 +61,7 @@ class Lease:
         self.state = LeaseState.JOINING
         self.heard_at = now
         self.next_beat_at = now + beat_s
+        self.num_beats_heard = self.num_beats_sent = 0
 
     def move(self, to: LeaseState) -> None:
         """The one door between states."""
@@ -79,6 +91,7 @@ class Lease:
 
     def beaten(self, now: float) -> None:
         self.next_beat_at = now + self.beat_s
+        self.num_beats_sent += 1
 
     @property
     def deadline(self) -> float:

@@ -76,6 +76,10 @@ class Memory:
         self.num_saved = 0  # evicted blocks that went to the host
         self.num_host_hits = 0  # blocks that came back by their name
 
+    def at(self, now: float) -> None:
+        """The time of whatever happens next."""
+        self.device.now = self.host.now = now
+
     def check(self) -> None:
         """The part of the law that costs nothing."""
         self.device.check()

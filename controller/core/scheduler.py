@@ -26,7 +26,7 @@ from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.policy import Costs, Preemption, longest_limit, most_blocks, victim
 from kilburn.controller.core.prefixes import PinGroup, longest_pin
 from kilburn.controller.core.sequence import Group, Sequence, State
-from kilburn.controller.core.step import Counters, Draft, Flight
+from kilburn.controller.core.step import Counters, Draft, Flight, Sizes
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.messages import Hello, StepPlan, StepResult
 from kilburn.shared.types import LawBroken
@@ -48,6 +48,7 @@ class Scheduler:
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
         self.counters = Counters()
+        self.sizes = Sizes()
         self._next_step = 1
         self.admission = Admission(self.line, self.counters)
         self._commit = Commit(self.line, self.counters, self.costs, hello.name, hello.vocab_size)
@@ -135,6 +136,7 @@ class Scheduler:
         self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts, num_moved))
         self._next_step += 1
         self.counters.steps += 1
+        self._measure(len(sequences), self.max_step_tokens - draft.budget)
         return StepPlan(
             lease=self.lease,
             step=draft.step,
@@ -147,6 +149,11 @@ class Scheduler:
             copies=moves.copies,
             swaps_in=moves.swaps_in,
         )
+
+    def _measure(self, num_rows: int, num_positions: int) -> None:
+        self.sizes.rows.observe(num_rows)
+        self.sizes.positions.observe(num_positions)
+        self.sizes.budget_use.observe(num_positions / self.max_step_tokens)
 
     def _plan_decodes(self, draft: Draft, effects: list[Effect]) -> list[Sequence]:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""
@@ -288,6 +295,7 @@ class Scheduler:
         """The oldest flight has landed. Raises Disagreement."""
         flight = self.flights.popleft()
         self.last_commit_at, self.last_step = now, flight.step
+        self.sizes.flight_s.observe(now - flight.sent_at)
         self._commit.land(flight, result, effects)
 
     # --- laws

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from kilburn.controller.core.histogram import Spread
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
 from kilburn.controller.core.step import Counters
@@ -15,6 +16,9 @@ class GroupSnapshot:
     lease: int
     state: LeaseState
     pid: int
+    heard_at: float  # on the clock of whoever turns the engine
+    beats_heard: int
+    beats_sent: int
     block_size: int
     bytes_per_block: int
     max_len: int
@@ -23,9 +27,11 @@ class GroupSnapshot:
     cached_blocks: int
     owned_blocks: int
     quarantined_blocks: int
+    shared_blocks: int  # those that several tables hold
     shared_refs: int  # table entries beyond the first of each block: blocks that sharing saves
     filled_slots: int  # positions of running sequences that have their KV, counted per table
     owned_slots: int  # slots of their tables
+    tail_slots: int  # of these, beyond the known tokens: what blocks waste at their ends
     running_requests: int
     waiting_requests: int
     running_sequences: int
@@ -35,11 +41,15 @@ class GroupSnapshot:
     generated_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    prefix_host_hit_tokens: int  # of these, brought back from the host
     num_host_blocks: int
     free_host_blocks: int
     cached_host_blocks: int
     owned_host_blocks: int  # copies that swapped groups hold
-    pinned_blocks: int
+    quarantined_host_blocks: int
+    shared_host_blocks: int
+    pinned_blocks: int  # that named prefixes hold, or will
+    pinned_owned_blocks: int  # that they hold now, each once
     swapped_requests: int
     preempted_by_recompute: int
     preempted_by_swap: int
@@ -50,6 +60,15 @@ class GroupSnapshot:
     host_hits: int  # blocks that came back by their name
     block_copies: int
     evictions: int
+    host_evictions: int
+    block_lifetimes_s: Spread  # of evicted blocks
+    block_idle_s: Spread
+    host_block_lifetimes_s: Spread
+    host_block_idle_s: Spread
+    step_rows: Spread
+    step_positions: Spread
+    step_budget_use: Spread
+    step_flight_s: Spread
     worker_idle_s: float
     worker_apply_s: float
     worker_forward_s: float
@@ -74,6 +93,8 @@ class Snapshot:
     homeless_requests: int  # waiting for a worker group
     leases_began: int
     leases_ended: int
+    requests_displaced: int  # had to leave a worker group whose lease ended
+    requests_recovered: int  # of these, placed again
     laws_broken: int
     is_closing: bool
     waiting_tokens: int = 0  # known tokens of all who wait, homeless ones included
@@ -99,6 +120,9 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         lease=lease.id,
         state=lease.state,
         pid=hello.pid,
+        heard_at=lease.heard_at,
+        beats_heard=lease.num_beats_heard,
+        beats_sent=lease.num_beats_sent,
         block_size=scheduler.block_size,
         bytes_per_block=hello.layout.bytes_per_block,
         max_len=scheduler.max_len,
@@ -107,9 +131,11 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         cached_blocks=pool.num_cached,
         owned_blocks=pool.num_owned,
         quarantined_blocks=pool.num_quarantined,
+        shared_blocks=pool.num_shared,
         shared_refs=pool.num_refs - pool.num_owned,
         filled_slots=sum(sequence.num_computed for sequence in sequences),
         owned_slots=sum(sequence.capacity for sequence in sequences),
+        tail_slots=sum(max(sequence.capacity - len(sequence.tokens), 0) for sequence in sequences),
         running_requests=len(scheduler.line.running),
         waiting_requests=len(scheduler.line.waiting),
         running_sequences=len(sequences),
@@ -118,7 +144,10 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         free_host_blocks=memory.host.num_free,
         cached_host_blocks=memory.host.num_cached,
         owned_host_blocks=memory.host.num_owned,
+        quarantined_host_blocks=memory.host.num_quarantined,
+        shared_host_blocks=memory.host.num_shared,
         pinned_blocks=scheduler.line.num_pinned_blocks,
+        pinned_owned_blocks=len(set(scheduler.line.pinned_blocks)),
         swapped_requests=sum(group.is_swapped for group in scheduler.line.waiting),
         preempted_by_recompute=scheduler.line.num_recomputed,
         preempted_by_swap=scheduler.line.num_swapped_out,
@@ -126,5 +155,14 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         blocks_saved=memory.num_saved,
         host_hits=memory.num_host_hits,
         evictions=pool.num_evictions,
+        host_evictions=memory.host.num_evictions,
+        block_lifetimes_s=pool.lifetimes_s.spread(),
+        block_idle_s=pool.idle_s.spread(),
+        host_block_lifetimes_s=memory.host.lifetimes_s.spread(),
+        host_block_idle_s=memory.host.idle_s.spread(),
+        step_rows=scheduler.sizes.rows.spread(),
+        step_positions=scheduler.sizes.positions.spread(),
+        step_budget_use=scheduler.sizes.budget_use.spread(),
+        step_flight_s=scheduler.sizes.flight_s.spread(),
         **counters,
     )

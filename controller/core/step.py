@@ -6,10 +6,15 @@ Flight  sent, its result not back: whose rows advance, in which life, by how muc
 
 from dataclasses import dataclass, field
 
+from kilburn.controller.core.histogram import Histogram
 from kilburn.controller.core.memory import Moves
 from kilburn.controller.core.sequence import Sequence
 from kilburn.shared.messages import Admit
 from kilburn.shared.types import LawBroken
+
+POWERS_OF_TWO = tuple(float(2**i) for i in range(15))
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
+FLIGHTS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 
 
 @dataclass(slots=True)
@@ -33,6 +38,7 @@ class Counters:
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    prefix_host_hit_tokens: int = 0  # of these, brought back from the host
     block_copies: int = 0
     blocks_out: int = 0  # swapped to the host
     blocks_in: int = 0
@@ -40,6 +46,16 @@ class Counters:
     worker_apply_s: float = 0.0
     worker_forward_s: float = 0.0
     worker_sample_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Sizes:
+    """How large the steps were since the lease began, and how long they took."""
+
+    rows: Histogram = field(default_factory=lambda: Histogram(POWERS_OF_TWO))
+    positions: Histogram = field(default_factory=lambda: Histogram(POWERS_OF_TWO))
+    budget_use: Histogram = field(default_factory=lambda: Histogram(SHARES))  # positions, of those that may be planned
+    flight_s: Histogram = field(default_factory=lambda: Histogram(FLIGHTS_S))  # from sending a plan to its commit
 
 
 @dataclass(slots=True)

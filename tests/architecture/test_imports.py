@@ -40,7 +40,7 @@ CORE_LAYERS = (
     ("block_table",),
     ("prefix_index",),
     ("block_pool",),
-    ("events",),
+    ("events", "histogram"),
 )
 
 
