@@ -23,6 +23,7 @@ from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.routes import Service, application
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.policy import Preemption
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.metrics import Metrics
@@ -68,6 +69,7 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         recovery_s=settings.recovery_seconds,
         max_waiting=settings.max_waiting,
         most_pinned=settings.pinned_percent / 100,
+        preemption=Preemption(settings.preemption),
     )
 
 

@@ -151,7 +151,8 @@ class Driver:
     def _log(self, note: Note) -> None:
         if note.kind is NoteKind.LEASE_BEGAN:
             self._has_workers.set()
-        level = logging.DEBUG if note.kind is NoteKind.PREEMPTED else logging.INFO
+        is_frequent = note.kind in (NoteKind.PREEMPTED, NoteKind.RETURNED)
+        level = logging.DEBUG if is_frequent else logging.INFO
         log.log(logging.ERROR if note.kind is NoteKind.LAW_BROKEN else level, "%s: %s", note.kind.value, note.text)
 
     def _contain(self, now: float) -> list[Effect]:

@@ -28,6 +28,8 @@ _GROUP_GAUGES = (
     ("owned_slots", "token positions that their blocks could hold", "owned_slots"),
     ("shared_blocks", "blocks that sharing saves", "shared_refs"),
     ("pinned_blocks", "blocks that named prefixes hold", "pinned_blocks"),
+    ("move_seconds_per_block", "what a block moved between the tiers is expected to take", "move_s_per_block"),
+    ("compute_seconds_per_token", "what a prompt token is expected to take", "compute_s_per_token"),
 )
 _GROUP_COUNTERS = (
     ("steps", "steps committed", "steps"),
@@ -38,6 +40,12 @@ _GROUP_COUNTERS = (
     ("swapped_in", "requests that came back from the host pool", "swapped_in"),
     ("swap_out_blocks", "blocks copied to the host pool", "blocks_out"),
     ("swap_in_blocks", "blocks copied from the host pool", "blocks_in"),
+    ("swap_out_bytes", "the same in bytes: groups that left, and evicted blocks that were kept", "bytes_out"),
+    ("swap_in_bytes", "the same in bytes: groups that came back, and hits", "bytes_in"),
+    ("host_saved_bytes", "bytes of evicted blocks that the host pool kept", "bytes_saved"),
+    ("host_hit_bytes", "bytes that came back from there by their names", "bytes_hit"),
+    ("preemptions_by_cost", "preemptions that the predictions decided", "chosen_by_cost"),
+    ("swaps_without_room", "preempted by recompute, since the host pool had no room", "swaps_without_room"),
     ("host_saved_blocks", "evicted blocks that the host pool kept", "blocks_saved"),
     ("host_hits", "blocks that came back from there by their names", "host_hits"),
     ("block_copies", "blocks copied on write", "block_copies"),
@@ -121,6 +129,7 @@ class _Reading(Collector):
             for way in ("recompute", "swap"):
                 preemptions.add_metric([group.name, way], getattr(group, f"preempted_by_{way}"))
         yield preemptions
+        yield from _returns(groups)
         for name, about, field in _GROUP_GAUGES:
             yield _per_group(GaugeMetricFamily(f"kilburn_{name}", about, labels=["group"]), groups, field)
         for name, about, field in _GROUP_COUNTERS:
@@ -135,6 +144,25 @@ class _Reading(Collector):
         for kind, number in getattr(self._link, "garbage", {}).items():
             garbage.add_metric([kind], number)
         yield garbage
+
+
+def _returns(groups: tuple[GroupSnapshot, ...]) -> Iterator[Metric]:
+    """Of preempted requests that were all there again: how many, what was predicted, and the truth."""
+    returned = CounterMetricFamily(
+        "kilburn_preemptions_returned", "preempted requests that had again all that they had", labels=["group", "by"]
+    )
+    seconds = CounterMetricFamily(
+        "kilburn_preemption_seconds",
+        "worker seconds that these preemptions were predicted to take, and took",
+        labels=["group", "by", "what"],
+    )
+    for group in groups:
+        for way in ("recompute", "swap"):
+            returned.add_metric([group.name, way], getattr(group, f"returned_by_{way}"))
+            for what in ("predicted", "actual"):
+                seconds.add_metric([group.name, way, what], getattr(group, f"{what}_{way}_s"))
+    yield returned
+    yield seconds
 
 
 def _number(counters: object, name: str) -> float:

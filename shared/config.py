@@ -67,6 +67,9 @@ class ControllerSettings(Settings):
     server_key_file: str = setting(
         "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
     )
+    preemption: str = setting(
+        "auto", Choice(("auto", "swap", "recompute")), "where blocks run out; auto: what is predicted to cost less"
+    )
     redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
     max_body: int = setting(8 << 20, Size(1024), "largest request body")
     max_step_tokens: int = setting(

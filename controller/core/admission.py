@@ -10,6 +10,7 @@ Admission takes the blocks of all tokens known by then, so that only decoding ca
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Started
 from kilburn.controller.core.lineup import Lineup
+from kilburn.controller.core.memory import Moves
 from kilburn.controller.core.policy import Need
 from kilburn.controller.core.prefixes import PinGroup, longest_pin
 from kilburn.controller.core.sequence import Group
@@ -86,12 +87,24 @@ class Admission:
         grown = [max(blocks_for(min(len(s.tokens), s.limit), self._block_size) - len(s.host), 0) for s in group.live]
         if not self._has_spare(self._memory.num_restored(restores, sum(grown))):
             return False
+        num_before = len(draft.moves.swaps_in)
         tables = self._memory.swap_in(group, restores, grown, draft.moves)
+        found = {block for restore in restores for block in restore.found if block is not None}
+        self._returns(group, draft.moves, num_before, len(found))
         computed = [sequence.num_computed for sequence in group.live]
         self._line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
         self._line.num_swapped_in += 1
         self._plan_first(draft, group)
         return True
+
+    def _returns(self, group: Group, moves: Moves, num_before: int, num_found: int) -> None:
+        """A group that was preempted comes back: what of it is still here, and which of the moves are its own."""
+        departure = group.departure
+        if departure is not None:
+            departure.back_step = moves.step
+            departure.num_found = max(num_found - departure.num_kept, 0)
+            departure.num_brought = len(moves.swaps_in) - num_before
+            moves.shares.append((departure, departure.num_brought))
 
     # --- those who have nothing but their tokens
 
@@ -111,9 +124,11 @@ class Admission:
         tables = [BlockTable(self._pool) for _ in group.live]
         for i, table in enumerate(tables):  # all hits before any take, so that none is evicted by one
             self._memory.adopt(need.hits[i], table, draft.moves)
+        num_before = len(draft.moves.swaps_in)
         for i, table in enumerate(tables):
             self._memory.bring_back(need.hits[i], table, draft.moves)
         self._counters.prefix_host_hit_tokens += len(need.hits[0].host) * self._block_size
+        self._returns(group, draft.moves, num_before, len({block for hits in need.hits for block in hits.device}))
         computed = [len(table.blocks) * self._block_size for table in tables]
         ends = [group.plan_end_of(sequence) for sequence in group.live]
         after_copy = self._after_copy(group, computed[0], run)

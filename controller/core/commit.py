@@ -5,7 +5,8 @@ life is not over moves num_computed on, names the blocks that it filled, and app
 """
 
 from kilburn.controller.core.beam import BeamGroup
-from kilburn.controller.core.events import Beam, Effect, Emit, Pinned
+from kilburn.controller.core.departure import Departure, Way
+from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Costs
 from kilburn.controller.core.prefixes import PinGroup
@@ -48,6 +49,8 @@ class Commit:
                 self._unwell(sequence, result.failed.get(i), effects)
                 continue
             self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
+        if self._line.returning:
+            self._welcome(flight.step, effects)
 
     # --- what went well
 
@@ -170,13 +173,54 @@ class Commit:
     def _learn(self, flight: Flight, result: StepResult) -> None:
         """What the step cost, for the operators and for the next choice between swap and recompute."""
         counters, timings = self._counters, result.timings
+        if flight.shares or self._line.returning:
+            self._share(flight, result)
         self._costs.moved(flight.num_moved, timings.moves_s)
-        if max(flight.counts, default=0) > 1:
-            self._costs.computed(sum(flight.counts), timings.forward_s)
+        self._costs.computed(flight.num_chunk_tokens, flight.num_decodes, timings.forward_s)
         counters.worker_idle_s += timings.idle_s
         counters.worker_apply_s += timings.apply_s
         counters.worker_forward_s += timings.forward_s
         counters.worker_sample_s += timings.sample_s
+
+    def _share(self, flight: Flight, result: StepResult) -> None:
+        """What of the step's seconds preempted groups have caused: their moves, and what they compute again."""
+        timings = result.timings
+        for departure, num_blocks in flight.shares:
+            departure.actual_s += timings.moves_s * num_blocks / max(flight.num_moved, 1)
+        chunk_s = self._costs.chunk_s(flight.num_decodes, timings.forward_s)
+        for sequence, epoch, count in zip(flight.sequences, flight.epochs, flight.counts, strict=True):
+            away = sequence.group.departure
+            if away is not None and epoch == sequence.epoch and flight.num_chunk_tokens:
+                num_again = min(count, away.targets.get(sequence.index, 0) - sequence.num_computed)
+                away.actual_s += chunk_s * max(num_again, 0) / flight.num_chunk_tokens
+
+    def _welcome(self, step: int, effects: list[Effect]) -> None:
+        """Those who are all there again: what was predicted, and the truth."""
+        remaining: list[tuple[Group, Departure]] = []
+        for group, departure in self._line.returning:
+            if group.departure is not departure or not group.live:
+                continue  # it has ended, or left again
+            if not departure.is_back(step, {s.index: s.num_computed for s in group.live}) or group.has_followers:
+                remaining.append((group, departure))
+                continue
+            group.departure = None
+            self._count_return(departure)
+            effects.append(Note(NoteKind.RETURNED, f"request {group.request_id}, {departure.outcome}"))
+        self._line.returning = remaining
+
+    def _count_return(self, departure: Departure) -> None:
+        counters = self._counters
+        match departure.way:
+            case Way.SWAP:
+                counters.returned_by_swap += 1
+                counters.predicted_swap_s += departure.predicted_s
+                counters.actual_swap_s += departure.actual_s
+                self._costs.came_back(departure.num_own, departure.num_found, None)
+            case Way.RECOMPUTE:
+                counters.returned_by_recompute += 1
+                counters.predicted_recompute_s += departure.predicted_s
+                counters.actual_recompute_s += departure.actual_s
+                self._costs.came_back(departure.num_own, departure.num_found, departure.num_brought)
 
 
 def _entries(logprobs: RowLogprobs | None, draw: int) -> tuple[tuple[int, float], ...]:

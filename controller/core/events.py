@@ -219,6 +219,7 @@ class Names:
 
 class NoteKind(Enum):
     PREEMPTED = "preempted"
+    RETURNED = "returned"  # a preempted group is all there again
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LAW_BROKEN = "law broken"

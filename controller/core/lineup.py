@@ -11,6 +11,7 @@ from bisect import insort
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.departure import Departure, Why
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
@@ -29,6 +30,7 @@ class Lineup:
         self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
         self.free_rows = list(range(max_rows - 1, -1, -1))
+        self.returning: list[tuple[Group, Departure]] = []  # on rows, with less than they had when they left
         self.num_recomputed = self.num_swapped_out = self.num_swapped_in = 0  # groups
 
     # --- questions
@@ -81,6 +83,8 @@ class Lineup:
             capacity = len(table.blocks) * self.memory.block_size
             sequence.start(self.free_rows.pop(), table, num_computed, capacity, plan_end)
         group.reserved_rows = [self.free_rows.pop() for _ in range(group.width - len(group.live))]
+        if group.departure is not None:
+            self.returning.append((group, group.departure))
 
     def lead(self, leader: Sequence) -> None:
         """Once the blocks that a recomputed group has in common are there, its other sequences share them and go on."""
@@ -97,17 +101,27 @@ class Lineup:
 
     # --- off the rows
 
-    def recompute(self, group: Group, effects: list[Effect]) -> None:
-        """The group goes back to its place in the line with its tokens and nothing else."""
+    def recompute(self, group: Group, effects: list[Effect], departure: Departure | None = None) -> None:
+        """The group goes back to its place in the line with its tokens and nothing else.
+
+        `departure`: the choice that led to it; None where there was none, since blocks that it needs are lost.
+        """
         self.take_off(group, State.WAITING)
         self.enqueue(group)
         self.num_recomputed += 1
         group.num_preempted += 1
-        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by recompute"))
+        self._depart(group, departure, effects)
 
-    def swap_out(self, group: Group, moves: Moves, effects: list[Effect]) -> None:
+    def _depart(self, group: Group, departure: Departure | None, effects: list[Effect]) -> None:
+        group.departure = departure
+        text = f"by recompute: {Why.LOST.value}" if departure is None else departure.text
+        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, {text}"))
+
+    def swap_out(self, group: Group, departure: Departure, moves: Moves, effects: list[Effect]) -> None:
         """The group goes back to its place in the line, and what it computed to the host."""
+        num_before = len(moves.swaps_out)
         hosts = self.memory.swap_out(group, self.pinned_blocks, moves)
+        moves.shares.append((departure, len(moves.swaps_out) - num_before))
         self.running.remove(group)
         for sequence, host in zip(group.live, hosts, strict=True):
             self.free_rows.append(sequence.swap_out(host))
@@ -116,13 +130,14 @@ class Lineup:
         self.enqueue(group)
         self.num_swapped_out += 1
         group.num_preempted += 1
-        effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, by swap"))
+        self._depart(group, departure, effects)
 
     def forget_swap(self, group: Group) -> None:
         """A swapped group cannot come back as it was: it waits to be recomputed."""
         for sequence in group.live:
             self.memory.forget(sequence)
             sequence.leave(State.WAITING)
+        group.departure = None
         self.num_recomputed += 1
 
     def _give_back_reserved(self, group: Group) -> None:
@@ -164,6 +179,7 @@ class Lineup:
         for group in groups:
             if group.is_swapped:
                 self.forget_swap(group)
+            group.departure = None
             for sequence in group.live:
                 sequence.chain = []  # the next worker may have blocks of another size
         self.waiting = []

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from kilburn.controller.core.block_pool import BlockPool, Name, NameJournal
 from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.departure import Departure
 from kilburn.controller.core.prefix_index import Hasher, PrefixIndex
 from kilburn.controller.core.sequence import Group, Sequence
 from kilburn.shared.layout import blocks_for
@@ -36,6 +37,7 @@ class Moves:
     host_reads: list[int] = field(default_factory=list)
     down: dict[int, int] = field(default_factory=dict)  # swaps_out as a map
     names: list[tuple[int, Name]] = field(default_factory=list)  # of host blocks, known once the plan is sealed
+    shares: list[tuple[Departure, int]] = field(default_factory=list)  # blocks moved for a group that leaves or returns
 
     def __bool__(self) -> bool:
         return bool(self.swaps_out or self.copies or self.swaps_in)
@@ -192,13 +194,23 @@ class Memory:
         kept = set(pinned)
         return sum(1 for block in self._distinct(group) if block not in kept and self._host_copy(block, moves) is None)
 
-    def can_swap_out(self, group: Group, pinned: Iterable[int], moves: Moves) -> bool:
-        """Whether all of the group fits, within the bound."""
-        num_new = self.new_host_blocks(group, pinned, moves)
-        copies = {self._host_copy(block, moves) for block in self._distinct(group)}
-        num_revived = sum(1 for copy in copies if copy is not None and self.host.is_cached(copy))
-        owned = self.host.num_owned + len(self._distinct(group))
-        return num_new + num_revived <= self.host.num_available and owned <= self.device.num_blocks
+    def has_host_room(self, group: Group, pinned: Iterable[int], moves: Moves) -> bool:
+        """Whether all of the group fits the host pool."""
+        return sum(self._host_need(group, pinned, moves)) <= self.host.num_available
+
+    def is_within_bound(self, group: Group, pinned: Iterable[int], moves: Moves) -> bool:
+        """Whether swapped groups, this one among them, hold no more on the host than the device has."""
+        return self.host.num_owned + sum(self._host_need(group, pinned, moves)) <= self.device.num_blocks
+
+    def _host_need(self, group: Group, pinned: Iterable[int], moves: Moves) -> tuple[int, int]:
+        """Host blocks that swapping a group out takes: new ones, and cached ones that gain an owner."""
+        kept = set(pinned)
+        found = [self._host_copy(block, moves) for block in self._distinct(group) if block not in kept]
+        copies = {copy for copy in found if copy is not None}
+        return found.count(None), sum(1 for copy in copies if self.host.is_cached(copy))
+
+    def has_host_copy(self, block: int, moves: Moves) -> bool:
+        return self._host_copy(block, moves) is not None
 
     def _distinct(self, group: Group) -> list[int]:
         """The group's blocks with content, each once."""

@@ -44,39 +44,81 @@ class Preemption(Enum):
     SWAP = "swap"  # wherever the host has room
 
 
+class Rate:
+    """Seconds for each of something, from sums that forget by a fifth at each observation; a guess until there is one.
+
+    By sums and not by averages of ratios: what was seen to take long for little counts for little.
+    """
+
+    __slots__ = ("_amount", "_guess_s", "_seconds")
+
+    def __init__(self, guess_s: float) -> None:
+        self._guess_s, self._amount, self._seconds = guess_s, 0.0, 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        self._amount = 0.8 * self._amount + amount
+        self._seconds = 0.8 * self._seconds + seconds
+
+    @property
+    def each_s(self) -> float:
+        return max(self._seconds, 0.0) / self._amount if self._amount else self._guess_s
+
+
 class Costs:
     """Seconds that a worker has shown to take for a block moved and for a token computed. They learn as results come.
 
-    Averages forget by a fifth at each observation. Until there is one, a slow copy (4 GB/s) and a fast prefill (10 us a
-    token) are assumed, which favour recomputing.
+    Until there is an observation, a slow copy (4 GB/s) and a fast prefill (10 us a token) are assumed, which favour
+    recomputing. A chunk's seconds are those beyond a step that only decodes: those rows would have run anyway.
     """
 
     def __init__(self, bytes_per_block: int) -> None:
-        self.move_s_per_block = bytes_per_block / 4e9
-        self.compute_s_per_token = 1e-5
-        self._has_moved = self._has_computed = False
+        self._move = Rate(bytes_per_block / 4e9)
+        self._compute = Rate(1e-5)
+        self._decode = Rate(0.0)
+        self._found = Rate(0.0)  # of a victim's own full blocks: those still on the device when it came back ...
+        self._brought = Rate(0.0)  # ... and those evicted to the host, and found there
+
+    @property
+    def move_s_per_block(self) -> float:
+        return self._move.each_s
+
+    @property
+    def compute_s_per_token(self) -> float:
+        return self._compute.each_s
 
     def moved(self, num_blocks: int, seconds: float) -> None:
         if num_blocks:
-            each = seconds / num_blocks
-            weight = 0.2 if self._has_moved else 1.0
-            self.move_s_per_block += weight * (each - self.move_s_per_block)
-            self._has_moved = True
+            self._move.observe(num_blocks, seconds)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens:
-            each = seconds / num_tokens
-            weight = 0.2 if self._has_computed else 1.0
-            self.compute_s_per_token += weight * (each - self.compute_s_per_token)
-            self._has_computed = True
+    def computed(self, num_chunk_tokens: int, num_decodes: int, seconds: float) -> None:
+        """A step computed so many tokens of chunks beside so many rows that went on by one."""
+        if num_chunk_tokens:
+            self._compute.observe(num_chunk_tokens, self.chunk_s(num_decodes, seconds))
+        elif num_decodes:
+            self._decode.observe(1, seconds)
+
+    def chunk_s(self, num_decodes: int, seconds: float) -> float:
+        """Of a step's seconds, those that its chunks took."""
+        return seconds - min(self._decode.each_s, seconds) if num_decodes else seconds
+
+    def came_back(self, num_own: int, num_found: int, num_brought: int | None) -> None:
+        """Of a victim's own full blocks so many were still there. `num_brought`: None where it was swapped."""
+        if num_own:
+            self._found.observe(num_own, min(num_found, num_own))
+            if num_brought is not None:
+                self._brought.observe(num_own, min(num_brought, num_own))
 
     def swap_s(self, num_out: int, num_in: int) -> float:
-        """Predicted seconds for a group to leave by swap and to come back."""
-        return (num_out + num_in) * self.move_s_per_block
+        """Predicted seconds for a group to leave by swap and to come back, which some blocks need not."""
+        return (num_out + num_in * (1.0 - self._found.each_s)) * self.move_s_per_block
 
-    def recompute_s(self, num_tokens: int) -> float:
-        """Predicted seconds to compute tokens again."""
-        return num_tokens * self.compute_s_per_token
+    def recompute_s(self, num_tokens: int, num_on_host: int, block_size: int) -> float:
+        """Predicted seconds to compute tokens again. So many more blocks of the group are on the host already."""
+        found, brought = self._found.each_s, self._brought.each_s
+        computed_s = num_tokens * max(1.0 - found - brought, 0.0) * self.compute_s_per_token
+        # An evicted block that comes back was moved twice.
+        num_moves = 2 * brought * num_tokens / block_size + num_on_host
+        return computed_s + num_moves * self.move_s_per_block
 
 
 class Need:

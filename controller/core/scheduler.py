@@ -20,7 +20,9 @@ from kilburn.controller.core import laws
 from kilburn.controller.core.admission import TOO_SMALL, Admission
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.commit import Commit
+from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.events import Effect, Refusal
+from kilburn.controller.core.leaving import Leaving
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.policy import Costs, Preemption, longest_limit, most_blocks, victim
@@ -37,8 +39,8 @@ class Scheduler:
 
     def __init__(self, hello: Hello, memory: Memory, lease: int, max_step_tokens: int, preemption: Preemption) -> None:
         self.memory, self.pool = memory, memory.device
-        self.preemption = preemption
         self.costs = Costs(hello.layout.bytes_per_block)
+        self._leaving = Leaving(memory, self.costs, preemption)
         self.lease, self.name = lease, hello.name
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
@@ -133,7 +135,10 @@ class Scheduler:
         self.counters.blocks_in += len(moves.swaps_in)
         num_chunks = len(draft.chunks)
         counts = draft.chunk_counts + [1] * len(draft.decodes)
-        self.flights.append(Flight(draft.step, now, sequences, [s.epoch for s in sequences], counts, num_moved))
+        epochs, num_chunk_tokens = [s.epoch for s in sequences], sum(draft.chunk_counts)
+        self.flights.append(
+            Flight(draft.step, now, sequences, epochs, counts, num_chunk_tokens, num_moved, moves.shares)
+        )
         self._next_step += 1
         self.counters.steps += 1
         self._measure(len(sequences), self.max_step_tokens - draft.budget)
@@ -263,26 +268,14 @@ class Scheduler:
 
     def _preempt(self, draft: Draft, loser: Group, effects: list[Effect]) -> None:
         draft.has_preempted = True
-        pinned = self.line.pinned_blocks
-        if self._swaps(loser, pinned, draft.moves):
-            self.line.swap_out(loser, draft.moves, effects)
-        else:
-            self.line.recompute(loser, effects)
-
-    def _swaps(self, loser: Group, pinned: list[int], moves: Moves) -> bool:
-        """Whether a victim leaves by swap: where it may, and where that is predicted to cost less."""
-        has_computed = any(sequence.num_computed for sequence in loser.live)
-        if self.preemption is Preemption.RECOMPUTE or loser.has_followers or not has_computed:
-            return False
-        if not self.memory.can_swap_out(loser, pinned, moves):
-            return False
-        if self.preemption is Preemption.SWAP:
-            return True
-        num_out = self.memory.new_host_blocks(loser, pinned, moves)
-        num_in = blocks_for(max(s.num_computed for s in loser.live), self.block_size)
-        num_in += sum(blocks_for(s.num_generated, self.block_size) for s in loser.live[1:])
-        num_tokens = loser.live[0].num_computed + sum(s.num_generated for s in loser.live[1:])
-        return self.costs.swap_s(num_out, num_in) < self.costs.recompute_s(num_tokens)
+        departure = self._leaving.choose(loser, self.line.pinned_blocks, draft.moves)
+        self.counters.chosen_by_cost += departure.why is Why.CHEAPER
+        self.counters.swaps_without_room += departure.why in (Why.NO_ROOM, Why.BOUND)
+        match departure.way:
+            case Way.SWAP:
+                self.line.swap_out(loser, departure, draft.moves, effects)
+            case Way.RECOMPUTE:
+                self.line.recompute(loser, effects, departure)
 
     def evacuate(self) -> list[Group]:
         """The lease ended: nothing is under way any more, and everybody leaves."""

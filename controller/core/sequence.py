@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
+from kilburn.controller.core.departure import Departure
 from kilburn.controller.core.prefix_index import UNSALTED, Salt
 from kilburn.shared.sampling import Draws, Sampling
 from kilburn.shared.types import LawBroken
@@ -180,6 +181,7 @@ class Group:
 
     __slots__ = (
         "cached_tokens",
+        "departure",
         "has_forked",
         "has_started",
         "live",
@@ -213,6 +215,7 @@ class Group:
         limit = len(prompt) + max_tokens - 1
         self.live = [Sequence(self, 0, list(prompt), len(prompt), limit, sampling)]
         self.reserved_rows: list[int] = []  # for the sequences that the fork will make
+        self.departure: Departure | None = None  # preempted, and not yet all there again
 
     @property
     def most_wide(self) -> int:

@@ -56,6 +56,16 @@ class GroupSnapshot:
     swapped_in: int
     blocks_out: int
     blocks_in: int
+    chosen_by_cost: int
+    swaps_without_room: int
+    returned_by_swap: int
+    predicted_swap_s: float
+    actual_swap_s: float
+    returned_by_recompute: int
+    predicted_recompute_s: float
+    actual_recompute_s: float
+    move_s_per_block: float  # what this worker has shown so far
+    compute_s_per_token: float
     blocks_saved: int  # evicted from the device, kept on the host
     host_hits: int  # blocks that came back by their name
     block_copies: int
@@ -84,6 +94,24 @@ class GroupSnapshot:
     step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
     decode_step_s: float = 0.0  # learned: a step without prompts
     prefill_s_per_token: float = 0.0  # learned: what a prompt's token adds to a step
+
+    # Both tiers' traffic in bytes: whatever moved, and of it evicted blocks that were kept, and hits on them.
+
+    @property
+    def bytes_out(self) -> int:
+        return self.blocks_out * self.bytes_per_block
+
+    @property
+    def bytes_in(self) -> int:
+        return self.blocks_in * self.bytes_per_block
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.blocks_saved * self.bytes_per_block
+
+    @property
+    def bytes_hit(self) -> int:
+        return self.host_hits * self.bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,5 +192,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         step_positions=scheduler.sizes.positions.spread(),
         step_budget_use=scheduler.sizes.budget_use.spread(),
         step_flight_s=scheduler.sizes.flight_s.spread(),
+        move_s_per_block=scheduler.costs.move_s_per_block,
+        compute_s_per_token=scheduler.costs.compute_s_per_token,
         **counters,
     )

@@ -6,6 +6,7 @@ Flight  sent, its result not back: whose rows advance, in which life, by how muc
 
 from dataclasses import dataclass, field
 
+from kilburn.controller.core.departure import Departure
 from kilburn.controller.core.histogram import Histogram
 from kilburn.controller.core.memory import Moves
 from kilburn.controller.core.sequence import Sequence
@@ -26,7 +27,13 @@ class Flight:
     sequences: list[Sequence]
     epochs: list[int]
     counts: list[int]
-    num_moved: int  # blocks swapped in or out
+    num_chunk_tokens: int = 0  # positions of chunks; the other rows go on by one
+    num_moved: int = 0  # blocks swapped in or out
+    shares: list[tuple[Departure, int]] = field(default_factory=list)  # of these, for groups that leave or return
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(self.counts) - self.num_chunk_tokens
 
 
 @dataclass(slots=True)
@@ -42,6 +49,14 @@ class Counters:
     block_copies: int = 0
     blocks_out: int = 0  # swapped to the host
     blocks_in: int = 0
+    chosen_by_cost: int = 0  # preemptions whose way was open, and the predictions decided
+    swaps_without_room: int = 0  # preempted by recompute, since the host had no room within the bound
+    returned_by_swap: int = 0  # preempted groups that were all there again: of these what was predicted, and the truth
+    predicted_swap_s: float = 0.0
+    actual_swap_s: float = 0.0
+    returned_by_recompute: int = 0
+    predicted_recompute_s: float = 0.0
+    actual_recompute_s: float = 0.0
     worker_idle_s: float = 0.0
     worker_apply_s: float = 0.0
     worker_forward_s: float = 0.0

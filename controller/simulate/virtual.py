@@ -24,6 +24,7 @@ from kilburn.controller.core.events import (
     Left,
     Names,
     Note,
+    NoteKind,
     NotPinned,
     Pin,
     Pinned,
@@ -229,7 +230,7 @@ class World:
                 self.seen[f"refused {refusal.value}"] += 1
             case Note(kind, text):
                 self.seen[kind.value] += 1
-                if text.endswith("by swap"):
+                if kind is NoteKind.PREEMPTED and ", by swap" in text:
                     self.seen["preempted by swap"] += 1
                     self._disturb_swapped(int(text.split()[1].rstrip(",")))
             case Names():

@@ -32,7 +32,7 @@ CORE_LAYERS = (
     ("snapshot",),
     ("placement",),
     ("scheduler", "lease"),
-    ("admission", "commit", "laws"),
+    ("admission", "commit", "laws", "leaving"),
     ("lineup", "step"),
     ("policy", "beam", "prefixes"),
     ("memory",),
@@ -40,7 +40,7 @@ CORE_LAYERS = (
     ("block_table",),
     ("prefix_index",),
     ("block_pool",),
-    ("events", "histogram"),
+    ("events", "histogram", "departure"),
 )
 
 

@@ -1,9 +1,13 @@
 """What an onlooker sees, and the tables of moves."""
 
+from dataclasses import fields, replace
+
 import pytest
 
 from kilburn.controller.core.events import Left
+from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.sequence import MOVES, Group, Place, State
+from kilburn.controller.core.step import Counters
 from kilburn.shared.messages import StepFailed
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import LawBroken
@@ -32,21 +36,32 @@ def test_the_four_states_sum_to_the_pool_and_fall_to_zero() -> None:
     hand.expect_empty()
 
 
-def test_counters_only_grow_and_hits_never_exceed_queries() -> None:
-    """Also over preemptions: what comes back is asked for anew, and may be hit."""
-    hand = Hand(settings_of_depth(2))
-    hand.join(num_blocks=7)
+# Of a lease. Everything else in a snapshot is a state, and may fall.
+GROWING = {field.name for field in fields(Counters)} | {
+    "preempted_by_recompute", "preempted_by_swap", "swapped_in", "blocks_saved", "host_hits", "evictions",
+    "bytes_out", "bytes_in", "bytes_saved", "bytes_hit",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preemption", list(Preemption))
+def test_counters_only_grow_and_hits_never_exceed_queries(preemption: Preemption) -> None:
+    """Also over preemptions: what comes back is asked for anew, and may be hit, on either tier."""
+    hand = Hand(replace(settings_of_depth(2), preemption=preemption))
+    hand.join(num_blocks=7, num_host_blocks=6)
+    hand.worker().move_s, hand.worker().token_s = 0.01, 0.001
     requests = [hand.submit((*SHARED, i), max_tokens=9, n=1 + i % 2) for i in range(6)]
     before = hand.snapshot()
     while hand.worker().plans:
         hand.land()
         after = hand.snapshot()
-        for counter in ("steps", "prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_hit_tokens",
-                        "preempted_by_recompute", "block_copies", "evictions"):  # fmt: skip
+        for counter in sorted(GROWING):
             assert getattr(after, counter) >= getattr(before, counter), counter
         assert after.prefix_hit_tokens <= after.prefix_query_tokens
+        assert after.bytes_hit <= after.bytes_in == after.blocks_in * after.bytes_per_block
+        assert after.bytes_saved <= after.bytes_out == after.blocks_out * after.bytes_per_block
         before = after
-    assert before.preempted_by_recompute > 0
+    assert before.preempted_by_recompute + before.preempted_by_swap > 0
+    assert before.prefix_hit_tokens > 0
     assert before.prompt_tokens == 7 * len(requests), "a prompt counts once, however often it is computed"
     assert before.generated_tokens == sum(map(len, hand.log.tokens.values()))
     hand.check(*requests)

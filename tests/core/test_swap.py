@@ -9,7 +9,8 @@ import pytest
 
 from kilburn.controller.core.block_pool import BlockPool
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Left
+from kilburn.controller.core.departure import Departure
+from kilburn.controller.core.events import Left, NoteKind
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.policy import Costs, Preemption
 from kilburn.controller.core.sequence import Group, Place, State
@@ -26,7 +27,11 @@ def swapping(depth: int = 1, preemption: Preemption = Preemption.SWAP) -> Hand:
 
 
 def ways(hand: Hand) -> list[str]:
-    return [note.text for note in hand.log.notes if note.kind.value == "preempted"]
+    return [note.text.split(":")[0] for note in hand.log.notes if note.kind is NoteKind.PREEMPTED]
+
+
+def leaving(hand: Hand, request: int) -> Departure:
+    return hand.scheduler()._leaving.choose(hand.group(request), [], Moves(99))
 
 
 def until_swapped(hand: Hand, request: int) -> None:
@@ -112,7 +117,7 @@ def test_a_group_goes_whole_and_what_it_shares_is_copied_once() -> None:
     hand.join(num_blocks=20, num_host_blocks=30)
     request = hand.submit(range(46), max_tokens=6, n=3)
     hand.scheduler().commit(hand.worker().run_next(), hand.now, [])
-    hand.line().swap_out(hand.group(request), moves := Moves(99), [])
+    hand.line().swap_out(hand.group(request), leaving(hand, request), moves := Moves(99), [])
     hand.scheduler().memory.seal(moves)
     assert {sequence.state for sequence in hand.group(request).live} == {State.SWAPPED}
     hosts = [sequence.host for sequence in hand.group(request).live]
@@ -149,7 +154,7 @@ def test_the_partial_block_that_three_share_is_swapped_in_three_times() -> None:
     request = hand.submit(range(6), max_tokens=5, n=3)
     result = hand.worker().run_next()
     hand.scheduler().commit(result, hand.now, effects := [])
-    hand.line().swap_out(hand.group(request), moves := Moves(99), effects)
+    hand.line().swap_out(hand.group(request), leaving(hand, request), moves := Moves(99), effects)
     assert [len(sequence.host) for sequence in hand.group(request).live] == [2, 2, 2]
     assert len(moves.swaps_out) == 2
     tables = hand.scheduler().memory
@@ -186,7 +191,8 @@ def test_swapped_groups_never_hold_more_than_the_device_has() -> None:
         [sequence] = group.live
         sequence.start(0, table := BlockTable(memory.device), 8, 8, 8)
         memory.grow(table, 2, Moves(number))
-        outcomes.append(memory.can_swap_out(group, [], Moves(number)))
+        assert memory.has_host_room(group, [], Moves(number))
+        outcomes.append(memory.is_within_bound(group, [], Moves(number)))
         if outcomes[-1]:
             [host] = memory.swap_out(group, [], moves := Moves(number))
             sequence.swap_out(host)
@@ -413,7 +419,7 @@ def test_auto_takes_what_this_worker_has_shown_to_be_cheaper(move_s: float, toke
     hand.worker().move_s, hand.worker().token_s = move_s, token_s
     costs = hand.scheduler().costs
     costs.moved(10, 10 * move_s)
-    costs.computed(10, 10 * token_s)
+    costs.computed(10, 0, 10 * token_s)
     assert preempted(hand) == way
     hand.check(1, 2)
     hand.expect_empty()
@@ -443,8 +449,33 @@ def test_costs_forget_by_a_fifth() -> None:
     costs.moved(2, 4.0)
     assert costs.move_s_per_block == 2.0
     costs.moved(1, 12.0)
-    assert costs.move_s_per_block == pytest.approx(4.0)
-    assert costs.swap_s(3, 2) == pytest.approx(20.0)
+    assert costs.move_s_per_block == pytest.approx((0.8 * 4.0 + 12.0) / (0.8 * 2 + 1))
+    for _ in range(60):
+        costs.moved(1, 4.0)
+    assert costs.move_s_per_block == pytest.approx(4.0, rel=1e-4)
+    assert costs.swap_s(3, 2) == pytest.approx(20.0, rel=1e-4)
+
+
+def test_a_chunk_costs_what_it_adds_to_the_decodes_beside_it() -> None:
+    costs = Costs(bytes_per_block=1 << 20)
+    costs.computed(0, 4, 0.5)
+    costs.computed(100, 4, 0.7)
+    assert costs.compute_s_per_token == pytest.approx(0.002)
+    assert costs.chunk_s(0, 0.7) == 0.7, "alone, all of it is the chunk's"
+    costs.computed(100, 4, 0.1)  # a step faster than those before
+    assert costs.compute_s_per_token >= 0.0
+
+
+def test_what_earlier_victims_found_again_is_not_counted() -> None:
+    costs = Costs(bytes_per_block=1 << 20)
+    costs.moved(1, 1.0)
+    costs.computed(1, 0, 1.0)
+    assert (costs.swap_s(10, 10), costs.recompute_s(100, 0, 10)) == (20.0, 100.0)
+    costs.came_back(10, 4, None)
+    assert costs.swap_s(10, 10) == pytest.approx(16.0)
+    assert costs.recompute_s(100, 0, 10) == pytest.approx(60.0)
+    costs.came_back(0, 0, 0)
+    assert costs.recompute_s(0, 3, 10) == pytest.approx(3.0), "blocks on the host come up from there"
 
 
 def test_moves_are_said_in_the_order_in_which_they_run() -> None:
