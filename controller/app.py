@@ -52,7 +52,7 @@ class Running:
 
     def is_ready(self) -> bool:
         """What GET /health says."""
-        return self.driver.why_not_ready() is None
+        return self.driver.health().unhealthy is None
 
     def worker_ended(self, pid: int, reason: str) -> None:
         """The process of a worker is known to be gone. One that never said Hello is ignored."""
@@ -134,7 +134,9 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
     model_name = settings.served_model_name or Path(settings.model).name
     salts = _salts(settings)
     registry = _registry(settings, salts, model_name)
-    driver = Driver(Engine(engine_settings(settings)), registry, text, salts, settings.max_prefixes)
+    driver = Driver(
+        Engine(engine_settings(settings)), registry, text, salts, settings.max_prefixes, settings.progress_seconds
+    )
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
@@ -145,7 +147,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         model_name=model_name,
         created=int(time.time()),
         max_len=driver.max_len,
-        why_not_ready=driver.why_not_ready,
+        health=driver.health,
     )
     app = application(service, keyring, settings.max_body)
     runner = web.AppRunner(

@@ -164,9 +164,9 @@ class Choice:
     def mean_logprob(self) -> float:
         return self.cumulative_logprob / max(self.num_tokens, 1)
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Ends it here. What was held stays held."""
-        self.finish, self._message = FinishReason.ERROR, message
+        self.finish, self._message = reason, message
 
     def take(self) -> Delta:
         text = "".join(self._out)

@@ -32,6 +32,7 @@ from kilburn.controller.core.events import (
     Submit,
     Tick,
 )
+from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.registry import PrefixRegistry
 from kilburn.controller.salts import Salts
@@ -51,7 +52,13 @@ class Driver:
     """Turns the engine: the only one who calls `handle`."""
 
     def __init__(
-        self, engine: Engine, registry: PrefixRegistry, text: Text, salts: Salts, most_names: int = MOST_NAMES
+        self,
+        engine: Engine,
+        registry: PrefixRegistry,
+        text: Text,
+        salts: Salts,
+        most_names: int = MOST_NAMES,
+        progress_s: float = 15.0,
     ) -> None:
         self.engine = engine
         self.registry = registry
@@ -60,6 +67,7 @@ class Driver:
         self.vocab_size = text.vocab_size
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
+        self._progress_s = progress_s
         self._events: list[Event] = []
         self._is_booked = False
         self._timer: asyncio.TimerHandle | None = None
@@ -116,7 +124,7 @@ class Driver:
         except Exception as error:
             # Nothing is known of the engine's state any more: better no process than one that goes quiet.
             log.exception("the engine cannot go on")
-            self.streams.fail_all("the server found a fault of its own and stops")
+            self.streams.cut_short("the server found a fault of its own and stops")
             self._end_with(error)
         finally:
             self.streams.turn_ended()
@@ -223,11 +231,12 @@ class Driver:
     def max_len(self) -> int | None:
         return max((group.max_len for group in self.engine.snapshot().groups), default=None)
 
-    def why_not_ready(self) -> str | None:
-        snapshot = self.engine.snapshot()
-        if snapshot.is_closing:
-            return "shutting down"
-        return None if snapshot.can_produce else "no worker is ready"
+    def health(self) -> Health:
+        """What can be expected of this service now."""
+        engine = self.engine.settings
+        return judged(
+            self.engine.snapshot(), self._loop.time(), self._progress_s, engine.max_waiting, self.fatal.done()
+        )
 
 
 async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:
@@ -239,6 +248,6 @@ async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:
             await asyncio.wait_for(hurry.wait(), 0.02)
     if driver.streams.num_open:
         log.info("%d requests were cut short", driver.streams.num_open)
-    driver.streams.fail_all("the server is shutting down")
+    driver.streams.cut_short("the server is shutting down")
     driver.post(Tick())
     await asyncio.sleep(0.05)  # a last turn: the workers' Drain goes out, and the failed answers are written

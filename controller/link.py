@@ -74,7 +74,7 @@ class ControllerLink:
         limits: LinkLimits | None = None,
     ) -> None:
         """Raises SettingError for an endpoint that may not be bound. `deliver` runs on the loop of `start`."""
-        self.endpoint = checked_endpoint(endpoint, keys is not None, "bind")
+        self.endpoint = checked_endpoint(endpoint, keys is not None, "--bind")
         self.counters = LinkCounters()
         self._deliver = deliver
         self._keys = keys
@@ -109,7 +109,7 @@ class ControllerLink:
             self._socket.bind(self.endpoint)
         except zmq.ZMQError as error:
             await self.close()
-            raise SettingError(f"bind = {self.endpoint!r}: {error.strerror}. Choose another address or port") from error
+            raise SettingError(f"--bind {self.endpoint}: {error.strerror}. Choose another address or port") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self.endpoint.startswith("ipc://"):
             os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # connecting takes the right to write

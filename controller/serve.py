@@ -118,7 +118,7 @@ class Serving:
         try:
             await supervisor.run()
         except WorkerFailed as error:
-            running.driver.streams.fail_all("no worker can be kept alive, and the server stops")
+            running.driver.streams.cut_short("no worker can be kept alive, and the server stops")
             await asyncio.sleep(LAST_ANSWERS_S)
             self._failed.set_exception(error)
 

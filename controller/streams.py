@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from kilburn.controller.choice import Ask, Choice, Delta
 from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
 from kilburn.controller.detokenize import Detokenizer
+from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn")
 
@@ -168,15 +169,15 @@ class Streams:
                 self.counts.ended("cancelled")
                 self._post(Cancel(request_id))
 
-    def fail_all(self, message: str) -> None:
-        """Ends every answer with an error, and frees what it holds."""
+    def cut_short(self, message: str) -> None:
+        """The service stops: ends every answer with an error, and frees what it holds."""
         for request_id, request in list(self._open.items()):
-            self._fail(request_id, request, message)
+            self._fail(request_id, request, message, FinishReason.CANCELLED)
 
-    def _fail(self, request_id: int, request: _Open, message: str) -> None:
+    def _fail(self, request_id: int, request: _Open, message: str, reason: FinishReason = FinishReason.ERROR) -> None:
         for choice in request.choices:
             if choice.finish is None:
-                choice.fail(message)
+                choice.fail(message, reason)
                 self._ended(request_id, request, choice)
         self._post(Cancel(request_id))
 

@@ -79,6 +79,9 @@ class ControllerSettings(Settings):
     beat_seconds: float = setting(1.0, Duration(0.01, 60.0), "how often each side says that it is there")
     silence_seconds: float = setting(10.0, Duration(0.05, 600.0), "a worker silent for so long has lost its lease")
     step_seconds: float = setting(120.0, Duration(0.1, 3600.0), "a step unanswered for so long ends the lease")
+    progress_seconds: float = setting(
+        15.0, Duration(0.05, 3600.0), "work without progress for so long turns /health 503"
+    )
     recovery_seconds: float = setting(60.0, Duration(0.0, 86400.0), "how long requests wait for a worker to come back")
     drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")

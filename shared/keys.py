@@ -109,28 +109,26 @@ def write_keys(folder: Path, controller: KeyPair, workers: dict[str, KeyPair]) -
 def checked_endpoint(endpoint: str, has_keys: bool, setting: str) -> str:
     """The endpoint to hand to ZeroMQ, its address in numbers where it is local. Raises SettingError.
 
-    Without keys only loopback and sockets in the file system pass. `setting` is the name that an error shows.
+    Without keys only loopback and sockets in the file system pass. `setting` is the flag that an error shows.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         # An abstract name (@) has no permissions, and * would be made wherever the process happens to stand.
         if not path.startswith("/") or len(os.fsencode(path)) > _MAX_IPC_BYTES:
-            raise SettingError(
-                f"{setting} = {endpoint!r}: give ipc:// an absolute path of at most {_MAX_IPC_BYTES} bytes"
-            )
+            raise SettingError(f"{setting} {endpoint}: give ipc:// an absolute path of at most {_MAX_IPC_BYTES} bytes")
         return endpoint
     match = _TCP.fullmatch(endpoint)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
-        raise SettingError(f"{setting} = {endpoint!r}: give tcp://HOST:PORT or ipc:///PATH")
+        raise SettingError(f"{setting} {endpoint}: give tcp://HOST:PORT or ipc:///PATH")
     address = _loopback(match["host"])
     if address is not None:
         host = f"[{address}]" if address.version == 6 else str(address)
         return f"tcp://{host}:{match['port']}"
     if not has_keys:
         raise SettingError(
-            f"{setting} = {endpoint!r} is not loopback and there are no keys: whoever reaches it could read prompts "
-            f"and answer for a worker. Make keys with `kilburn keys new FOLDER` and set curve_keys to it, or set "
-            f"{setting} to tcp://127.0.0.1:{match['port']}"
+            f"{setting} {endpoint}: this is not loopback and there are no keys: whoever reaches it could read prompts "
+            f"and answer for a worker. Make keys with `kilburn keys new FOLDER` and give --curve-keys FOLDER, or "
+            f"{setting} tcp://127.0.0.1:{match['port']}"
         )
     return endpoint
 

@@ -74,8 +74,8 @@ class WorkerLink:
 
     def __init__(self, endpoint: str, name: str, *, keys: WorkerKeys | None = None) -> None:
         if NAME.fullmatch(name) is None:
-            raise SettingError(f"name = {name!r}: use 1 to 64 letters, digits, '.', '_' and '-'")
-        self.endpoint = checked_endpoint(endpoint, keys is not None, "connect")
+            raise SettingError(f"--name {name!r}: use 1 to 64 letters, digits, '.', '_' and '-'")
+        self.endpoint = checked_endpoint(endpoint, keys is not None, "--connect")
         self.name = name
         self.counters = WorkerLinkCounters()
         self._keys = keys
@@ -172,7 +172,7 @@ class WorkerLink:
             self._shut(flush_s=0)
             self._context.term()
             raise SettingError(
-                f"connect = {self.endpoint!r}: {error.strerror}. Name the port of the controller"
+                f"--connect {self.endpoint}: {error.strerror}. Name the port of the controller"
             ) from error
         self._poller = select.poll()
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
@@ -256,18 +256,25 @@ class WorkerLink:
                 return reason
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self._is_connected = True
+            elif event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                reason = reason or self._broke_off()
             elif event in _REFUSED:
-                reason = self._refusal()
+                reason = f"the controller refused the connection; {self._advice()}"
             elif event == zmq.Event.DISCONNECTED:
-                reason = reason or ("the connection was closed" if self._is_connected else self._refusal())
+                reason = reason or ("the connection was closed" if self._is_connected else self._broke_off())
 
-    def _refusal(self) -> str:
-        if self._keys is None:
-            return "the controller refused the connection: it may want keys (set curve_keys)"
+    def _broke_off(self) -> str:
+        # All that is known: who listens there went away or fell silent before both had greeted. Which of these it
+        # was the other end does not say.
         return (
-            f"the controller refused the connection: is {self._keys.pair.public} on its allow list, and "
-            f"is {self._keys.controller} its public key?"
+            f"the connection to {self.endpoint} ended before both sides had greeted: either what listens there is no "
+            f"controller or has just stopped, or it refused us; {self._advice()}"
         )
+
+    def _advice(self) -> str:
+        if self._keys is None:
+            return "it may want keys: give --curve-keys"
+        return f"is {self._keys.pair.public} on its allow list, and is {self._keys.controller} its public key?"
 
     def _lose(self, reason: str) -> None:
         if not self._is_lost:

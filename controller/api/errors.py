@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kilburn.controller.core.events import Refusal, Refused
+from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,8 +47,10 @@ def refusal(refused: Refused) -> ApiError:
     return ApiError(status, refused.message or refused.refusal.value, code=code)
 
 
-def failure(message: str) -> ApiError:
-    """A request that was accepted and could not be finished."""
+def failure(message: str, reason: FinishReason = FinishReason.ERROR) -> ApiError:
+    """A request that was accepted and could not be finished; CANCELLED: because the service stops."""
+    if reason is FinishReason.CANCELLED:
+        return ApiError(503, message or "the server stops", code="cut_short")
     return ApiError(500, message or "the request failed while it ran", code="request_failed")
 
 

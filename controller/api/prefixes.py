@@ -2,7 +2,7 @@
 
     POST /v1/prefixes          {"name", "text" or "messages", "public"}   -> 201, or 200 where it was there already
     GET /v1/prefixes           all that the tenant may use
-    GET, DELETE /v1/prefixes/NAME
+    GET, DELETE /v1/prefixes/NAME        ?public=true: the public one, where a tenant has another of that name
 
 A private name is its tenant's alone: to others it does not exist. A public one is made and deleted with an admin key,
 and used by everybody.
@@ -57,21 +57,30 @@ class PrefixRoutes:
         return web.json_response({"object": "list", "data": found}, dumps=to_json)
 
     async def show(self, request: web.Request) -> web.Response:
-        named = self._names.find(request[TENANT].name, request.match_info["name"])
-        if named is None:
-            raise _unknown()
+        named = self._wanted(request)
         return web.json_response(self._about(named), dumps=to_json)
 
     async def delete(self, request: web.Request) -> web.Response:
         tenant: Tenant = request[TENANT]
-        name = request.match_info["name"]
-        named = self._names.find(tenant.name, name)
-        if named is None:
-            raise _unknown()
+        named = self._wanted(request)
         if named.entry.is_public and not tenant.is_admin:
             raise ApiError(403, "public prefixes are deleted with an admin key", code="forbidden")
-        self._names.delete(named.entry.tenant, name)
-        return web.json_response({"name": name, "object": "prefix", "deleted": True}, dumps=to_json)
+        self._names.delete(named.entry.tenant, named.entry.name)
+        return web.json_response({"name": named.entry.name, "object": "prefix", "deleted": True}, dumps=to_json)
+
+    def _wanted(self, request: web.Request) -> Named:
+        """The name that an address is about: the tenant's own before the public one. Raises ApiError."""
+        match request.query.get("public", "false"):
+            case "true":
+                owner = ""
+            case "false":
+                owner = request[TENANT].name
+            case _:
+                raise bad_request("public", "public: must be true or false")
+        named = self._names.find(owner, request.match_info["name"])
+        if named is None:
+            raise _unknown()
+        return named
 
     async def _tokens(self, wanted: PrefixRequest) -> list[int]:
         if wanted.messages is None:

@@ -23,6 +23,7 @@ from kilburn.controller.api.schema import ChatRequest, CompletionRequest, Detoke
 from kilburn.controller.api.sse import EventStream
 from kilburn.controller.auth import Keyring
 from kilburn.controller.choice import Ask, Delta
+from kilburn.controller.health import Health
 from kilburn.controller.metrics import CONTENT_TYPE, Metrics
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.streams import Answer, Streams
@@ -44,7 +45,7 @@ class Service:
     model_name: str
     created: int  # when this service began, in seconds
     max_len: Callable[[], int | None]
-    why_not_ready: Callable[[], str | None]  # None: tokens can be produced now
+    health: Callable[[], Health]
 
     @property
     def text(self) -> Text:
@@ -177,10 +178,16 @@ class Routes:
     # --- about the service
 
     async def health(self, request: web.Request) -> web.Response:
-        reason = self._service.why_not_ready()
-        if reason is None:
-            return web.json_response({"status": "ok"})
-        return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+        """Can tokens be produced now?"""
+        return _told(self._service.health().unhealthy)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Would a request be admitted now?"""
+        return _told(self._service.health().unready)
+
+    async def live(self, request: web.Request) -> web.Response:
+        """Is there any use in leaving this process alone? An answer at all means that its loop turns."""
+        return _told(self._service.health().dead)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -198,13 +205,19 @@ class Routes:
             )
 
 
+def _told(reason: str | None) -> web.Response:
+    if reason is None:
+        return web.json_response({"status": "ok"})
+    return web.json_response({"status": "unavailable", "reason": reason}, status=503)
+
+
 def _broken(answer: Answer, deltas: Sequence[Delta]) -> ApiError | None:
     """Why an answer can no longer be completed."""
     if answer.refused is not None:
         return refusal(answer.refused)
     for delta in deltas:
         if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
-            return failure(delta.message)
+            return failure(delta.message, delta.finish)
     return None
 
 
@@ -225,6 +238,8 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("POST", "/detokenize", routes.detokenize, Access.TENANT),
         ("GET", "/metrics", routes.metrics, Access.TENANT),
         ("GET", "/health", routes.health, Access.OPEN),
+        ("GET", "/ready", routes.ready, Access.OPEN),
+        ("GET", "/live", routes.live, Access.OPEN),
     ]
     guard = Guard(keyring, {handler: access for _, _, handler, access in table})
     app = web.Application(client_max_size=max_body_bytes, middlewares=[every_error, guard.middleware()])

@@ -151,6 +151,11 @@ class Engine:
     def is_idle(self) -> bool:
         return not self._groups
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no row, preempted ones included."""
+        return len(self._homeless) + sum(home.scheduler.line.num_waiting for home in self._homes.values())
+
     def room_for(self, num_prompt: int, n: int) -> int | None:
         """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
 
@@ -199,7 +204,7 @@ class Engine:
     def _refusal(self, submit: Submit) -> Refused | None:
         if self._is_closing:
             return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
-        num_waiting = len(self._homeless) + sum(home.scheduler.line.num_waiting for home in self._homes.values())
+        num_waiting = self.num_waiting
         if num_waiting >= self.settings.max_waiting:
             message = f"{num_waiting} requests are waiting; try again later"
             return Refused(submit.request_id, Refusal.QUEUE_FULL, message)
@@ -431,6 +436,7 @@ class Engine:
             if plan is None:
                 break
             effects.append(Send(home.lease.peer, plan))
+        scheduler.note_stall(now)
         if scheduler.line.ended:
             self._forget_ended(home)
 
@@ -454,6 +460,7 @@ class Engine:
             groups=tuple([group_snapshot(home) for home in self._homes.values()]),
             requests=len(self._groups),
             homeless_requests=len(self._homeless),
+            waiting_requests=self.num_waiting,
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
             requests_displaced=self._num_displaced,

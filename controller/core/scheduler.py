@@ -49,6 +49,7 @@ class Scheduler:
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
+        self.stalled_since: float | None = None  # since when there is work and yet nothing under way
         self.counters = Counters()
         self.sizes = Sizes()
         self._next_step = 1
@@ -276,6 +277,18 @@ class Scheduler:
                 self.line.swap_out(loser, departure, draft.moves, effects)
             case Way.RECOMPUTE:
                 self.line.recompute(loser, effects, departure)
+
+    def note_stall(self, now: float) -> None:
+        """Called when all that can be planned is planned."""
+        if self.flights or not (self.line.running or self.line.waiting):
+            self.stalled_since = None
+        elif self.stalled_since is None:
+            self.stalled_since = now
+
+    @property
+    def unanswered_since(self) -> float | None:
+        """Since when work here has made no progress; None: there is no work."""
+        return max(self.flights[0].sent_at, self.last_commit_at) if self.flights else self.stalled_since
 
     def evacuate(self) -> list[Group]:
         """The lease ended: nothing is under way any more, and everybody leaves."""

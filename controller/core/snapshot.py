@@ -94,6 +94,7 @@ class GroupSnapshot:
     step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
     decode_step_s: float = 0.0  # learned: a step without prompts
     prefill_s_per_token: float = 0.0  # learned: what a prompt's token adds to a step
+    unanswered_since: float | None = None  # since when its work has made no progress; None: it has none
 
     # Both tiers' traffic in bytes: whatever moved, and of it evicted blocks that were kept, and hits on them.
 
@@ -119,6 +120,7 @@ class Snapshot:
     groups: tuple[GroupSnapshot, ...]
     requests: int  # known to the engine: running, waiting, or between worker groups
     homeless_requests: int  # waiting for a worker group
+    waiting_requests: int  # those, and all that were placed and hold no row
     leases_began: int
     leases_ended: int
     requests_displaced: int  # had to leave a worker group whose lease ended
@@ -133,8 +135,8 @@ class Snapshot:
 
     @property
     def can_produce(self) -> bool:
-        """Whether some worker group could answer now."""
-        return any(group.state in (LeaseState.READY, LeaseState.SUSPECT) for group in self.groups)
+        """Whether some worker group has a lease that is in no doubt. It may be stuck all the same: see health.py."""
+        return any(group.state is LeaseState.READY for group in self.groups)
 
 
 def group_snapshot(home: Home) -> GroupSnapshot:
@@ -194,5 +196,6 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         step_flight_s=scheduler.sizes.flight_s.spread(),
         move_s_per_block=scheduler.costs.move_s_per_block,
         compute_s_per_token=scheduler.costs.compute_s_per_token,
+        unanswered_since=scheduler.unanswered_since,
         **counters,
     )

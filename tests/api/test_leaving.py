@@ -177,7 +177,7 @@ async def test_a_signal_drains_and_a_second_one_hurries(tmp_path: Path) -> None:
                 await asyncio.sleep(0.005)
             if num_signals == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert await answer == (200 if num_signals == 1 else 500)
+            assert await answer == (200 if num_signals == 1 else 503)
             await controller
             await asyncio.wait_for(worker, 5.0)  # it was told to leave, and left
 
@@ -193,7 +193,7 @@ async def test_a_drain_that_takes_too_long_is_cut_short_with_an_error(tmp_path: 
         hurry.set()
         await draining
         status, whole = await answer
-        assert status == 500
+        assert (status, whole["error"]["code"]) == (503, "cut_short")
         assert "shutting down" in whole["error"]["message"]
 
 
@@ -225,7 +225,7 @@ async def test_an_engine_that_cannot_go_on_leaves_nobody_waiting() -> None:
     driver.engine._groups = None  # type: ignore[assignment]  # a bug, as one might be made
     driver.post(Stop(1, 0))
     (delta,) = await answer.whole()
-    assert delta.finish is FinishReason.ERROR
+    assert delta.finish is FinishReason.CANCELLED
     assert isinstance(driver.fatal.exception(), AttributeError)
     driver.close()
 

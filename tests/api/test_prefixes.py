@@ -107,8 +107,16 @@ async def test_private_names_are_their_tenants_and_public_ones_everybodys(tmp_pa
             # Its own blocks behind the public ones are its own again.
             assert await cached(world, key, prompt=other + "b" * 20) <= public["tokens"]
             assert (await call(world, "DELETE", f"{PATH}/theirs", None, key))[0] == 403
+            assert (await call(world, "DELETE", f"{PATH}/theirs?public=true", None, key))[0] == 403
         assert (await call(world, "POST", PATH, {"name": "theirs", "text": SYSTEM}, BOB))[0] == 201
         assert (await call(world, "GET", f"{PATH}/theirs", None, BOB))[1]["public"] is False  # its own comes first
+        assert (await call(world, "GET", f"{PATH}/theirs?public=true", None, BOB))[1]["public"] is True
+        assert (await call(world, "GET", f"{PATH}/theirs?public=yes", None, BOB))[0] == 400
+        # Whoever has a private name of his own can still reach, and as an admin delete, the public one.
+        assert (await call(world, "POST", PATH, {"name": "theirs", "text": SYSTEM}, ROOT))[0] == 201
+        assert (await call(world, "DELETE", f"{PATH}/theirs?public=true", None, ROOT))[0] == 200
+        assert (await call(world, "GET", f"{PATH}/theirs?public=true", None, ROOT))[0] == 404
+        assert (await call(world, "GET", f"{PATH}/theirs", None, ROOT))[1]["public"] is False
         for key, name in ((ALICE, "mine"), (BOB, "theirs"), (ROOT, "theirs")):
             assert (await call(world, "DELETE", f"{PATH}/{name}", None, key))[0] == 200
 

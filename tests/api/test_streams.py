@@ -162,12 +162,12 @@ async def test_failing_all_ends_every_answer_with_an_error() -> None:
     bench = Bench()
     first, second = await bench.ask(ask(n=2)), await bench.ask(ask())
     bench.say(1, "ab", index=1)
-    bench.streams.fail_all("broken")
+    bench.streams.cut_short("broken")
     assert [(d.index, d.text, d.finish, d.message) for d in await first.whole()] == [
-        (0, "", FinishReason.ERROR, "broken"),
-        (1, "ab", FinishReason.ERROR, "broken"),
+        (0, "", FinishReason.CANCELLED, "broken"),
+        (1, "ab", FinishReason.CANCELLED, "broken"),
     ]
-    assert [d.finish for d in await second.deltas()] == [FinishReason.ERROR]
+    assert [d.finish for d in await second.deltas()] == [FinishReason.CANCELLED]
     assert bench.streams.num_open == 0
     assert bench.events[-2:] == [Cancel(1), Cancel(2)]
 

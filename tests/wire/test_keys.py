@@ -51,15 +51,15 @@ NONSENSE = [
 @pytest.mark.parametrize(("endpoint", "numeric"), LOCAL)
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_local_needs_no_keys(endpoint: str, numeric: str, has_keys: bool) -> None:
-    assert checked_endpoint(endpoint, has_keys, "bind") == numeric
+    assert checked_endpoint(endpoint, has_keys, "--bind") == numeric
 
 
 @pytest.mark.parametrize("endpoint", BEYOND)
 def test_beyond_this_machine_keys_are_wanted(endpoint: str) -> None:
-    assert checked_endpoint(endpoint, True, "bind") == endpoint
-    with pytest.raises(SettingError, match=r"bind = .*kilburn keys new.*curve_keys"):
-        checked_endpoint(endpoint, False, "bind")
-    with pytest.raises(SettingError, match="bind"):
+    assert checked_endpoint(endpoint, True, "--bind") == endpoint
+    with pytest.raises(SettingError, match=r"--bind .*kilburn keys new.*--curve-keys"):
+        checked_endpoint(endpoint, False, "--bind")
+    with pytest.raises(SettingError, match="--bind"):
         ControllerLink(endpoint, lambda events: None)
     with pytest.raises(SettingError, match="connect"):
         WorkerLink(endpoint, "w0")
@@ -68,8 +68,8 @@ def test_beyond_this_machine_keys_are_wanted(endpoint: str) -> None:
 @pytest.mark.parametrize("endpoint", NONSENSE)
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_nonsense(endpoint: str, has_keys: bool) -> None:
-    with pytest.raises(SettingError, match="bind = "):
-        checked_endpoint(endpoint, has_keys, "bind")
+    with pytest.raises(SettingError, match="--bind "):
+        checked_endpoint(endpoint, has_keys, "--bind")
 
 
 def test_files(tmp_path: Path) -> None:

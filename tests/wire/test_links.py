@@ -1,6 +1,7 @@
 """Both links on real sockets: what arrives, what is lost, what strangers and slow readers can do (nothing)."""
 
 import asyncio
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -339,7 +340,7 @@ def test_goodbye_leaves_before_the_socket_closes() -> None:
 def test_an_address_that_is_taken_is_named() -> None:
     async def act() -> None:
         async with controller() as side:
-            with pytest.raises(SettingError, match=f"bind = .*{side.link.endpoint}.*another"):
+            with pytest.raises(SettingError, match=f"--bind .*{side.link.endpoint}.*another"):
                 async with controller(endpoint=side.link.endpoint):
                     pass
             with worker(side.link.endpoint) as link:  # the first is none the worse for it
@@ -364,5 +365,19 @@ def test_closing_twice_and_sending_after() -> None:
 
 
 def test_a_worker_cannot_connect_to_no_port() -> None:
-    with pytest.raises(SettingError, match="connect = "):
+    with pytest.raises(SettingError, match="--connect "):
         WorkerLink("tcp://127.0.0.1:*", "w0")
+
+
+def test_an_end_before_the_greeting_is_told_as_what_is_known() -> None:
+    """Something listens, says nothing, and closes: that may be a refusal, and may be anything else."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = WorkerLink(f"tcp://127.0.0.1:{listener.getsockname()[1]}", "w0")
+        try:
+            listener.accept()[0].close()
+            lost = link.receive(10.0)
+            assert isinstance(lost, LinkLost)
+            assert "ended before both sides had greeted" in lost.reason
+            assert "the controller refused" not in lost.reason
+        finally:
+            link.close()
