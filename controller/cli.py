@@ -1,4 +1,4 @@
-"""The command line: `kilburn serve | controller | worker | keys`.
+"""The command line: `kilburn serve | controller | worker | plan | keys`.
 
 A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
 something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is
@@ -17,7 +17,9 @@ from pathlib import Path
 
 from kilburn.shared.config import (
     ControllerSettings,
+    PlanSettings,
     ServeSettings,
+    SettingsError,
     WorkerSettings,
     as_flags,
     complain,
@@ -33,6 +35,8 @@ ABOUT_CONTROLLER = (
     "The process that decides: REST API, queue, scheduler. Workers connect to it; it never touches a tensor."
 )
 ABOUT_WORKER = "The process that computes: loads a model and runs the plans of the controller that it connects to."
+ABOUT_PLAN = """What a worker would make of a device's memory: weights, what steps need, KV blocks, sequences. Needs no
+accelerator and loads no weights: config.json and the headers of the safetensors files are read."""
 ABOUT_KEYS = """usage: kilburn keys new FOLDER [WORKER ...]
 
 Makes the keys that let workers connect from other machines: controller.key and workers.allow for the controller, and
@@ -77,6 +81,13 @@ def worker(words: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", "kilburn.worker", *flags])
 
 
+def plan(words: Sequence[str]) -> int:
+    settings = load_or_exit(PlanSettings, words, "kilburn plan", ABOUT_PLAN, "model")
+    from kilburn.controller.plan import run_plan
+
+    return run_plan(settings)
+
+
 def keys(words: Sequence[str]) -> int:
     match list(words):
         case ["new", folder, *names] if not any(word.startswith("-") for word in (folder, *names)):
@@ -105,6 +116,7 @@ COMMANDS = {
     "serve": Command("serve MODEL", "a model, ready to be asked: controller and worker on this machine", serve),
     "controller": Command("controller MODEL", "only the controller; workers connect to it", controller),
     "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
+    "plan": Command("plan MODEL", "what fits into a device's memory, before there is a device", plan),
     "keys": Command("keys new FOLDER", "keys for workers on other machines", keys),
 }
 
@@ -143,6 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return COMMANDS[name].run(rest)
             except (SettingError, ModelRefused) as error:
                 complain(f"kilburn {name}", [str(error)])
+            except SettingsError as error:
+                complain(f"kilburn {name}", error.problems)
             except KeyboardInterrupt:
                 return 130
     print(f"kilburn: no such command: {words[0]}{nearest(words[0], COMMANDS)}\n\n{overview()}", file=sys.stderr)

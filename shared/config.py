@@ -3,6 +3,7 @@
     kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings
     kilburn controller  ControllerSettings
     kilburn worker      WorkerSettings
+    kilburn plan        PlanSettings
 
 A name that two commands share means the same in both. The command line resolves `model` to a prepared folder; what runs
 behind it (`run_controller`, `python -m kilburn.worker`) is given that folder. Zero, or an empty text, means "choose for
@@ -12,7 +13,7 @@ me" wherever the help says so.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kilburn.shared.kinds import Choice, Count, Duration, Size, Switch, Text
+from kilburn.shared.kinds import Choice, Count, Counts, Duration, Size, Switch, Text
 from kilburn.shared.model_files import BUNDLED_NAME
 from kilburn.shared.settings import (
     Settings,
@@ -28,6 +29,7 @@ from kilburn.shared.settings import (
 
 __all__ = [
     "ControllerSettings",
+    "PlanSettings",
     "ServeSettings",
     "Settings",
     "SettingsError",
@@ -43,6 +45,9 @@ __all__ = [
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 MODEL = f"a folder (safetensors), a GGUF file, {BUNDLED_NAME} (bundled) or a hub id"
 REVISION = "of a hub id: branch, tag or commit; empty: main"
+DTYPES = Choice(
+    ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
+)
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
 
 
@@ -104,9 +109,7 @@ class WorkerSettings(Settings):
     device: str = setting(
         "auto", Choice(("auto", "cpu", "cuda")), "where the model runs; auto: cuda where there is one"
     )
-    dtype: str = setting(
-        "auto", Choice(("auto", "float32", "float16", "bfloat16")), "of weights and KV; auto: by device"
-    )
+    dtype: str = setting("auto", DTYPES, "of weights and KV; auto: by device")
     threads: int = setting(0, Count(0, 1024), "CPU threads of the model; 0: as many as there are cores")
     block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
     kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
@@ -134,3 +137,39 @@ class ServeSettings(WorkerSettings, ControllerSettings):
 
     bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
     connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")
+
+
+@dataclass(frozen=True)
+class PlanSettings(Settings):
+    """What a worker would make of a device's memory. Settings that a worker has too mean the same."""
+
+    model: str = setting("", Text("MODEL"), MODEL, required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
+    memory: int = setting(0, Size(1), "of one device, before anything is loaded", required=True)
+    tp: int = setting(1, Count(1, 1024), "devices that share one copy of the model; all amounts are of one of them")
+    dtype: str = setting("auto", DTYPES, "of weights and KV; auto: bfloat16")
+    kv_dtype: str = setting(
+        "auto", Choice(("auto", "fp8", "int8")), "of KV alone; auto: as dtype; fp8 (e4m3) on GPUs, int8 anywhere"
+    )
+    kv_scales: str = setting(
+        "auto",
+        Choice(("auto", "static", "block")),
+        "of 8-bit KV; static: one a layer and head, measured at load; block: one a row, kept in its block",
+    )
+    block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
+    host_pool: int = setting(0, Size(), "memory of the second, host pool of KV; 0: none")
+    host_memory: int = setting(0, Size(), "memory of the host that pools may take, all devices together; 0: any")
+    max_rows: int = setting(128, Count(1, 4096), "sequences in one batch")
+    max_step_tokens: int = setting(
+        512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
+    )
+    max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
+    lengths: tuple[int, ...] = setting((512, 2048, 8192), Counts(1, 1 << 24), "sequences of which lengths to count")
+    json: bool = setting(False, Switch(), "print one JSON object instead of a table")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if self.kv_scales != "auto" and self.kv_dtype == "auto":
+            yield "kv_scales", "only KV of 8 bits has scales; give kv_dtype int8 or fp8, or leave kv_scales out"
+        if self.max_step_tokens < self.max_rows:
+            yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"

@@ -44,12 +44,14 @@ class Text:
 @dataclass(frozen=True, slots=True)
 class Choice:
     choices: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()  # other words, and the choice that each stands for
 
     @property
     def shape(self) -> str:
         return "|".join(self.choices)
 
     def parse(self, text: str) -> str:
+        text = dict(self.also).get(text, text)
         if text not in self.choices:
             raise ValueError(f"give one of {', '.join(self.choices)}{nearest(text, self.choices)}")
         return text
@@ -73,6 +75,24 @@ class Count:
 
     def show(self, value: int) -> str:
         return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Some whole numbers in [low, high]: 512,2048,8192."""
+
+    low: int
+    high: int
+    shape: str = "N,N,..."
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(Count(self.low, self.high).parse(part) for part in text.split(","))
+        except ValueError as error:
+            raise ValueError(f"give whole numbers from {self.low} to {self.high}, with commas between them") from error
+
+    def show(self, value: tuple[int, ...]) -> str:
+        return ",".join(map(str, value))
 
 
 @dataclass(frozen=True, slots=True)

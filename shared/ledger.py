@@ -1,36 +1,29 @@
 """Where the memory goes: one formula for the worker that starts and for the user who plans.
 
-    spare memory of the device
-      - activations      what one step of max_step_tokens positions needs between the layers
-      - logits           a workspace of a few copies of [rows at once, vocabulary], float32
-      = KV budget  ->    blocks of layout.bytes_per_block
+    memory of the device
+      - weights          in the dtype that is computed in, with the tables of positions
+      - activations      what one step of max_step_tokens positions holds at its height, inside one layer
+      - logits           logits of as many rows as are sampled at once, and their copies on the way to a token
+      - step buffers     the inputs of a step, made once at their largest
+      - graphs           where decodes are recorded: the activations of the largest, and the result of each
+      = spare         -> KV pool of whole blocks (pool_size.py says how much of it is taken)
 
-Weights are loaded before the spare memory is asked for, so they are on the bill but not taken off twice.
+The worker fills in the same bill by measurement when it starts (worker/measured.py); `differences` compares the two.
+Windows of attention mask and free nothing: blocks behind one stay owned, and are on the bill.
 """
 
-import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import assert_never
 
-from kilburn.shared.layout import DTYPE_BYTES, KVLayout, blocks_for
+from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
+from kilburn.shared.model_shape import Build, ModelShape
 
 LOGITS_TILE_BYTES = 16 << 20  # logits of more rows than this are made and sampled in turns, while caches hold them
-LOGITS_COPIES = 4  # the logits, the shaped ones, the scaled ones, their masses
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """As much of a model as its memory depends on."""
-
-    num_layers: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    weight_bytes: int
+# At their height, where every row has penalties, top_k and top_p: the logits, the shaped ones, the scaled ones, their
+# masses, the masses above a floor, and whether each is above it.
+LOGITS_BYTES_EACH = 5 * 4 + 1
+TOLERANCE = 0.05  # by how much plan and measurement may differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +33,54 @@ class Ledger:
     weight_bytes: int
     activation_bytes: int
     logits_bytes: int
+    buffer_bytes: int
+    graph_bytes: int
+    kv_bytes: int
+    host_bytes: int
     layout: KVLayout
     num_blocks: int
     num_host_blocks: int
 
     @property
-    def kv_bytes(self) -> int:
-        return self.num_blocks * self.layout.bytes_per_block
+    def step_bytes(self) -> int:
+        """What steps need beside weights and KV."""
+        return self.activation_bytes + self.logits_bytes + self.buffer_bytes + self.graph_bytes
 
     @property
     def device_bytes(self) -> int:
-        return self.weight_bytes + self.activation_bytes + self.logits_bytes + self.kv_bytes
+        return self.weight_bytes + self.step_bytes + self.kv_bytes
+
+    def amounts(self) -> dict[str, int]:
+        """Every entry, in bytes."""
+        return {
+            "weights": self.weight_bytes,
+            "activations": self.activation_bytes,
+            "logits workspace": self.logits_bytes,
+            "step buffers": self.buffer_bytes,
+            "graphs": self.graph_bytes,
+            "KV pool": self.kv_bytes,
+            "device total": self.device_bytes,
+            "host pool": self.host_bytes,
+        }
 
     def lines(self) -> list[str]:
         """The bill as text, one entry a line."""
-        layout = self.layout
+        layout, shown_with = self.layout, {name: shown(amount) for name, amount in self.amounts().items() if amount}
         tokens = self.num_blocks * layout.block_size
-        entries = [
-            ("weights", shown(self.weight_bytes)),
-            ("activations", shown(self.activation_bytes)),
-            ("logits workspace", shown(self.logits_bytes)),
-            ("KV per token", shown(int(layout.bytes_per_token))),
-            ("KV per block", f"{shown(layout.bytes_per_block)} ({layout.block_size} tokens, {layout.dtype})"),
-            ("KV pool", f"{shown(self.kv_bytes)} ({self.num_blocks} blocks, {tokens} tokens)"),
-            ("device total", shown(self.device_bytes)),
-        ]
-        if self.num_host_blocks:
-            host = self.num_host_blocks * layout.bytes_per_block
-            entries.append(("host pool", f"{shown(host)} ({self.num_host_blocks} blocks)"))
-        return [f"{name:<18}{value}" for name, value in entries]
+        scales = f", {shown(layout.scale_bytes)} of it scales" if layout.scale_bytes else ""
+        shown_with["KV per token"] = shown(int(layout.bytes_per_token))
+        shown_with["KV per block"] = (
+            f"{shown(layout.bytes_per_block)} ({layout.block_size} tokens, {layout.dtype}{scales})"
+        )
+        for name, detail in (
+            ("KV pool", f" ({self.num_blocks} blocks, {tokens} tokens)"),
+            ("host pool", f" ({self.num_host_blocks} blocks)"),
+        ):
+            if name in shown_with:
+                shown_with[name] += detail
+        steps = ("activations", "logits workspace", "step buffers", "graphs")
+        order = ("weights", *steps, "KV per token", "KV per block", "KV pool", "device total", "host pool")
+        return [f"{name:<18}{shown_with[name]}" for name in order if name in shown_with]
 
 
 def shown(num_bytes: int) -> str:
@@ -79,20 +91,52 @@ def shown(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def weight_bytes(folder: Path, dtype: str) -> int:
-    """What the tensors of a folder's safetensors files take once they are of `dtype`. Reads the headers only."""
-    values = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as source:
-            header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
-        values += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return values * DTYPE_BYTES[dtype]
+def differences(planned: Ledger, measured: Ledger) -> dict[str, float]:
+    """By how much of the measured amount each entry of the plan is off."""
+    plan, found = planned.amounts(), measured.amounts()
+    return {name: abs(plan[name] - found[name]) / max(found[name], 1) for name in plan if plan[name] != found[name]}
 
 
-def activation_bytes(shape: ModelShape, dtype: str, max_step_tokens: int) -> int:
-    """What a step holds between two layers: residual, norm and sum; q, k, v and attention; gate, up and product."""
-    attention = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return max_step_tokens * (3 * shape.hidden + attention + 3 * shape.intermediate) * DTYPE_BYTES[dtype]
+def compared(planned: Ledger, measured: Ledger) -> list[str]:
+    """The measured bill, and what was planned wherever that differs by more than the tolerance."""
+    off = {name: share for name, share in differences(planned, measured).items() if share > TOLERANCE}
+    plan = planned.amounts()
+    return measured.lines() + [f"{name} planned as {shown(plan[name])}, off by {off[name]:.0%}" for name in off]
+
+
+# --- the formula
+
+
+def layout_for(
+    shape: ModelShape, block_size: int, dtype: str, kv_dtype: str = "auto", kv_scales: str = "auto"
+) -> KVLayout:
+    """Blocks of a model, by the settings of these names; `dtype` is the one that is computed in."""
+    stored = dtype if kv_dtype == "auto" else EIGHT_BITS[kv_dtype]
+    layout = KVLayout(block_size, shape.num_layers, shape.num_kv_heads, shape.head_dim, stored)
+    return layout.with_scale_area() if kv_dtype != "auto" and kv_scales == "block" else layout
+
+
+def values_at_height(shape: ModelShape) -> int:
+    """Values that a token has alive inside a layer when that is most, as worker/models/ compute it."""
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = 2 * q + 2 * kv  # q, k, v, and what attention gave
+    match shape.build:
+        case Build.GATED:  # residual, the last sum, the norm; gate and up, and their product
+            return 3 * shape.hidden + attention + 3 * shape.intermediate
+        case Build.GATED_QK_NORM:  # and normed copies of q and k
+            return 3 * shape.hidden + attention + q + kv + 3 * shape.intermediate
+        case Build.PLAIN_NORM_FIRST:  # the sum and its norm; fc1 before and after its activation
+            return 2 * shape.hidden + (q + 2 * kv) + 2 * shape.intermediate
+        case Build.PLAIN_NORM_LAST:
+            return shape.hidden + (q + 2 * kv) + 2 * shape.intermediate
+        case Build.UNKNOWN:  # transformers' modules keep less in place
+            return 3 * shape.hidden + attention + 4 * shape.intermediate
+        case _:
+            assert_never(shape.build)
+
+
+def activation_bytes(shape: ModelShape, dtype: str, num_tokens: int) -> int:
+    return num_tokens * values_at_height(shape) * DTYPE_BYTES[dtype]
 
 
 def logits_rows(vocab_size: int, max_rows: int) -> int:
@@ -101,28 +145,75 @@ def logits_rows(vocab_size: int, max_rows: int) -> int:
 
 
 def logits_bytes(vocab_size: int, max_rows: int) -> int:
-    return LOGITS_COPIES * 4 * vocab_size * logits_rows(vocab_size, max_rows)
+    return LOGITS_BYTES_EACH * vocab_size * logits_rows(vocab_size, max_rows)
 
 
-def blocks_in(budget_bytes: int, layout: KVLayout) -> int:
-    """Whole blocks in a budget."""
-    return max(budget_bytes, 0) // layout.bytes_per_block
+def buffer_bytes(max_rows: int, max_step_tokens: int, max_len: int, block_size: int) -> int:
+    """Token ids, positions and slots; the start, context, table and last state of each row."""
+    return 3 * 8 * max_step_tokens + 4 * (max_rows + 1) + (4 + 8 + 4 * blocks_for(max_len, block_size)) * max_rows
 
 
-def blocks_wanted(max_rows: int, max_len: int, block_size: int) -> int:
-    """Blocks that every row could use at its full length: more serve the prefix cache only."""
-    return max_rows * blocks_for(max_len, block_size)
+MOST_RECORDED_ROWS = 512  # larger decodes keep a device busy while the host asks for launches
+
+
+def recorded_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that decodes are recorded for, ascending: so near one another that padding costs little."""
+    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MOST_RECORDED_ROWS + 1, 32)]
+    largest = min(max_rows, MOST_RECORDED_ROWS)
+    return [*(size for size in steps if size < largest), largest]
+
+
+def graph_bytes(shape: ModelShape, dtype: str, sizes: list[int], max_len: int, block_size: int) -> int:
+    """Of decodes recorded for these numbers of rows: all work in the memory of the largest, and keep their result."""
+    if not sizes:
+        return 0
+    tables = 4 * blocks_for(max_len, block_size) * max(sizes)
+    results = sum(sizes) * shape.hidden * DTYPE_BYTES[dtype]
+    return activation_bytes(shape, dtype, max(sizes)) + results + tables
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """How much is computed at once: the settings of these names, and the sizes of decodes that are recorded."""
+
+    max_rows: int
+    max_step_tokens: int
+    max_len: int
+    recorded: tuple[int, ...] = ()
 
 
 def bill(
-    shape: ModelShape, layout: KVLayout, max_rows: int, max_step_tokens: int, num_blocks: int, num_host_blocks: int = 0
+    shape: ModelShape, layout: KVLayout, dtype: str, batch: Batch, num_blocks: int = 0, num_host_blocks: int = 0
 ) -> Ledger:
-    """The ledger of a worker with these settings."""
+    """The ledger of a worker with these settings, computing in `dtype`."""
     return Ledger(
         weight_bytes=shape.weight_bytes,
-        activation_bytes=activation_bytes(shape, layout.dtype, max_step_tokens),
-        logits_bytes=logits_bytes(shape.vocab_size, max_rows),
+        activation_bytes=activation_bytes(shape, dtype, batch.max_step_tokens),
+        logits_bytes=logits_bytes(shape.vocab_size, batch.max_rows),
+        buffer_bytes=buffer_bytes(batch.max_rows, batch.max_step_tokens, batch.max_len, layout.block_size),
+        graph_bytes=graph_bytes(shape, dtype, list(batch.recorded), batch.max_len, layout.block_size),
+        kv_bytes=num_blocks * layout.bytes_per_block,
+        host_bytes=num_host_blocks * layout.bytes_per_block,
         layout=layout,
         num_blocks=num_blocks,
         num_host_blocks=num_host_blocks,
     )
+
+
+# --- what a pool is worth
+
+
+def expected_tail_slots(block_size: int) -> float:
+    """Slots of its last block that a sequence leaves unused, where any length is as likely as the next."""
+    return (block_size - 1) / 2
+
+
+def expected_tail_waste(num_tokens: int, block_size: int) -> float:
+    """Of the slots of a sequence of about so many tokens, the share that is unused."""
+    unused = expected_tail_slots(block_size)
+    return unused / (num_tokens + unused)
+
+
+def sequences_in(num_blocks: int, block_size: int, lengths: tuple[int, ...]) -> Mapping[int, int]:
+    """By length: sequences that a pool holds at once."""
+    return {length: num_blocks // blocks_for(length, block_size) for length in lengths}

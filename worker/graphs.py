@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels.dispatch import Batch
+from kilburn.shared.ledger import recorded_sizes
 from kilburn.worker.rows import Work
 
 if TYPE_CHECKING:
     from kilburn.worker.model_runner import Inputs
-
-MOST_ROWS = 512  # larger decodes keep the device busy while the host asks for launches
 
 Forward = Callable[[Tensor, Batch], Tensor]
 Replay = Callable[[], Tensor]
@@ -62,13 +61,6 @@ def recorder_for(device: torch.device) -> Record:
         return replay
 
     return record
-
-
-def sizes_for(max_rows: int) -> list[int]:
-    """Padded batch sizes up to max_rows, ascending: near enough to one another that padding costs little."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MOST_ROWS + 1, 32)]
-    largest = min(max_rows, MOST_ROWS)
-    return [*(size for size in steps if size < largest), largest]
 
 
 def padded(work: Work, size: int) -> Work:
@@ -128,7 +120,7 @@ class Graphs:
 
 def recorded(inputs: Inputs, max_rows: int, max_blocks: int, max_len: int, forward: Forward, record: Record) -> Graphs:
     """Every size, recorded with nothing but padding. `forward` must do the same work whatever the inputs hold."""
-    sizes = sizes_for(max_rows)
+    sizes = recorded_sizes(max_rows)
     tables = torch.zeros((sizes[-1], max_blocks), dtype=torch.int32, device=inputs.ids.device)
     graphs = Graphs(inputs, tables, sizes, {})
     for size in reversed(sizes):

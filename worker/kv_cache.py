@@ -1,4 +1,4 @@
-"""The two pools of KV blocks, how big they are, and the moves between them.
+"""The two pools of KV blocks, what memory there is for them, and the moves between them.
 
     device pool [num_blocks,      layers, 2, kv_heads, block_size, head_dim]    read and written by the kernels
     host pool   [num_host_blocks, layers, 2, kv_heads, block_size, head_dim]    swapped tables and evicted blocks
@@ -22,13 +22,7 @@ from torch import Tensor
 
 from kilburn.kernels.dispatch import Kernels
 from kilburn.shared.layout import KVLayout
-from kilburn.shared.ledger import shown
-from kilburn.shared.settings import SettingsError
 from kilburn.worker.outcomes import PlanBroken
-
-HEADROOM = 0.95  # of the spare memory: allocators round, and others allocate too
-OWN_SHARE = 0.9  # of the spare memory that a pool takes when nobody says how much: a device of its own ...
-SHARED_SHARE = 0.25  # ... and memory that is everybody's
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -122,36 +116,3 @@ def spare_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     except (OSError, ValueError):
         pass  # another system, or no such control group: what is known so far holds
     return max(available, 0)
-
-
-def sized(
-    layout: KVLayout, *, num_blocks: int, kv_memory: int, spare: int, share: float, workspace: int, wanted: int
-) -> int:
-    """Blocks of the device pool. `spare` is what the device has left after the weights, `workspace` what steps need.
-
-    By count or by memory as the settings say, else `share` of what is spare, and no more than `wanted`. Raises
-    SettingsError naming a value that works.
-    """
-    block = layout.bytes_per_block
-    room = int(spare * HEADROOM) - workspace
-    if num_blocks:
-        setting, asked = "num_blocks", num_blocks
-        works = str(room // block)
-    elif kv_memory:
-        setting, asked = "kv_memory", kv_memory // block
-        works = f"{room // (1 << 20)}MiB"
-        if not asked:
-            raise SettingsError([f"--kv-memory: {shown(kv_memory)} holds no block; one takes {block} bytes, give more"])
-    else:
-        setting, asked = "kv_memory", min(wanted, int(max(spare - workspace, 0) * share) // block)
-        works = f"{room // (1 << 20)}MiB"
-    flag = "--" + setting.replace("_", "-")
-    if room < block:
-        problem = f"{flag}: {shown(spare)} are spare and a step takes {shown(workspace)}, so that no block fits; "
-        raise SettingsError([problem + "free memory, or lower --max-step-tokens, --max-rows or --block-size"])
-    if asked * block > room:
-        problem = (
-            f"{flag}: a pool of {asked} blocks takes {shown(asked * block)} and does not fit; give {works} or less"
-        )
-        raise SettingsError([problem])
-    return max(asked, 1)

@@ -54,6 +54,11 @@ class Buffer:
     def device(self) -> torch.device:
         return self._device.device
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the device's memory."""
+        return self._device.nbytes
+
     def fill(self, values: NDArray[np.generic]) -> Tensor:
         """The tensor that holds these values until the next fill; contiguous, of their shape."""
         size = values.size

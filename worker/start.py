@@ -3,11 +3,14 @@
     loading         weights into memory; their digest names the model
     warming up      the same code that will serve runs a few tiny plans on a tiny pool, so that whatever is compiled,
                     loaded or tuned at first use is so before anybody waits for it
-    pools           the KV pools, sized by the settings or by what is left; the ledger says where the memory goes
+    pools           the KV pools, sized by the settings or by what is left
+    measuring       what the weights and a step really take; the ledger says where the memory goes, and where the plan
+                    (shared/ledger.py, as `kilburn plan` prints it) was wrong
 
 A setting that cannot be met raises SettingsError, which names it and a value that works.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,24 +18,20 @@ from pathlib import Path
 
 import torch
 
-from kilburn.kernels.dispatch import Kernels, Shapes, kernels_for
+from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, kernels_for
 from kilburn.shared import ledger
 from kilburn.shared.config import SettingsError, WorkerSettings
-from kilburn.shared.layout import KVLayout, blocks_for
+from kilburn.shared.layout import DTYPE_BYTES, KVLayout, blocks_for
 from kilburn.shared.messages import Admit, Hello, StepPlan
+from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_shapes
+from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.worker.knobs import Knobs
-from kilburn.worker.kv_cache import (
-    OWN_SHARE,
-    SHARED_SHARE,
-    KVCache,
-    has_own_memory,
-    sized,
-    spare_bytes,
-    spare_host_bytes,
-)
+from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes
+from kilburn.worker.measured import measured, reserved_bytes, weights_held
 from kilburn.worker.model_runner import ModelRunner
 from kilburn.worker.models import weights
+from kilburn.worker.models.config import GenericFamily
 from kilburn.worker.models.weights import LoadedModel
 from kilburn.worker.phases import Progress, phase, say
 from kilburn.worker.rows import Limits, Rows
@@ -45,7 +44,8 @@ class Ready:
 
     hello: Hello
     executor: Executor
-    ledger: ledger.Ledger
+    planned: ledger.Ledger
+    ledger: ledger.Ledger  # measured
 
 
 def use_threads(threads: int) -> None:
@@ -78,15 +78,22 @@ def make_ready(settings: WorkerSettings) -> Ready:
     limits, layout = limits_for(settings, loaded), layout_for(settings, loaded, dtype)
     with phase("warming up"):
         warm_up(loaded, layout, limits, kernels, device)
+    shape, batch = shape_of(settings, loaded, dtype, device), batch_of(limits, device)
     with phase("pools"):
-        num_blocks, num_host_blocks = pool_sizes(settings, loaded, layout, limits, device)
+        workspace = ledger.bill(shape, layout, dtype, batch).step_bytes
+        num_blocks, num_host_blocks = pool_sizes(settings, layout, limits, workspace, device)
         cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels)
+        before = reserved_bytes(device)
         executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
-    shape = shape_of(loaded, ledger.weight_bytes(Path(settings.model), dtype))
-    bill = ledger.bill(shape, layout, limits.max_rows, limits.max_step_tokens, num_blocks, num_host_blocks)
-    for line in bill.lines():
+        graph_bytes = reserved_bytes(device) - before if batch.recorded else 0
+    planned = ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks)
+    with phase("measuring"):
+        is_looked_up = shape.build is not Build.UNKNOWN and not has_own_memory(device)
+        weight_bytes = weights_held(loaded.model, is_looked_up)
+        found = measured(planned, weight_bytes, executor.runner, graph_bytes, device)
+    for line in ledger.compared(planned, found):
         say(f"  {line}")
-    return Ready(hello_for(settings, loaded, layout, executor, num_host_blocks), executor, bill)
+    return Ready(hello_for(settings, loaded, layout, executor, num_host_blocks), executor, planned, found)
 
 
 def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
@@ -109,11 +116,21 @@ def layout_for(settings: WorkerSettings, loaded: LoadedModel, dtype: str) -> KVL
     return KVLayout(settings.block_size, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
 
 
-def shape_of(loaded: LoadedModel, weight_bytes: int) -> ledger.ModelShape:
-    c = loaded.config
-    return ledger.ModelShape(
-        c.num_layers, c.hidden, c.intermediate, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size, weight_bytes
-    )
+def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: torch.device) -> ModelShape:
+    """What its memory depends on, by the model's files."""
+    folder, c = Path(settings.model), loaded.config
+    if not isinstance(c.family, GenericFamily):
+        shape = read_shape(folder, dtype)
+        # Without memory of its own a device looks an embedding up where its file lies.
+        return shape if has_own_memory(device) else replace(shape, weight_bytes=shape.weight_bytes - shape.lookup_bytes)
+    values = sum(math.prod(sizes) for sizes in tensor_shapes(folder).values())
+    sizes = (c.num_layers, c.hidden, c.intermediate, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size)
+    return ModelShape(*sizes, weight_bytes=values * DTYPE_BYTES[dtype], max_len=c.max_len, build=Build.UNKNOWN)
+
+
+def batch_of(limits: Limits, device: torch.device) -> ledger.Batch:
+    recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens)) if can_capture(device) else []
+    return ledger.Batch(limits.max_rows, limits.max_step_tokens, limits.max_len, tuple(recorded))
 
 
 def executor_for(
@@ -142,12 +159,9 @@ def hello_for(
 
 
 def pool_sizes(
-    settings: WorkerSettings, loaded: LoadedModel, layout: KVLayout, limits: Limits, device: torch.device
+    settings: WorkerSettings, layout: KVLayout, limits: Limits, workspace: int, device: torch.device
 ) -> tuple[int, int]:
-    """Blocks of the device pool and of the host pool."""
-    shape = shape_of(loaded, 0)
-    workspace = ledger.activation_bytes(shape, layout.dtype, limits.max_step_tokens)
-    workspace += ledger.logits_bytes(limits.vocab_size, limits.max_rows)
+    """Blocks of the device pool and of the host pool. `workspace`: bytes that steps need beside them."""
     num_blocks = sized(
         layout,
         num_blocks=settings.num_blocks,
@@ -155,13 +169,10 @@ def pool_sizes(
         spare=spare_bytes(device),
         share=OWN_SHARE if has_own_memory(device) else SHARED_SHARE,
         workspace=workspace,
-        wanted=ledger.blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
+        wanted=blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
     )
     host_spare = spare_host_bytes() - (0 if has_own_memory(device) else num_blocks * layout.bytes_per_block)
-    if settings.host_pool > host_spare:
-        most = max(host_spare, 0) >> 20
-        raise SettingsError([f"--host-pool: {ledger.shown(settings.host_pool)} do not fit; give {most}MiB or less"])
-    return num_blocks, ledger.blocks_in(settings.host_pool, layout)
+    return num_blocks, host_blocks(layout, settings.host_pool, host_spare)
 
 
 def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kernels, device: torch.device) -> None:

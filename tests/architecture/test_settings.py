@@ -6,6 +6,7 @@ import pytest
 
 from kilburn.shared.config import (
     ControllerSettings,
+    PlanSettings,
     ServeSettings,
     Settings,
     SettingsError,
@@ -15,7 +16,7 @@ from kilburn.shared.config import (
     load,
     narrowed,
 )
-from kilburn.shared.kinds import Count, Duration, Kind, Size, Switch
+from kilburn.shared.kinds import Choice, Count, Counts, Duration, Kind, Size, Switch
 from kilburn.shared.settings import declared, flag, variable
 
 
@@ -90,6 +91,8 @@ PARSED: list[tuple[Kind, str, object]] = [
     (Switch(), "On", True),
     (Switch(), "no", False),
     (Count(-3, 3), "-3", -3),
+    (Counts(1, 9), "1, 9,5", (1, 9, 5)),
+    (Choice(("auto", "bfloat16"), (("bf16", "bfloat16"),)), "bf16", "bfloat16"),
 ]
 
 
@@ -114,6 +117,9 @@ def test_values_are_read_with_their_units_and_written_back(kind: Kind, text: str
         (Count(0, 9), "1.0"),
         (Count(0, 9), ""),
         (Switch(), "2"),
+        (Counts(1, 9), "1,,2"),
+        (Counts(1, 9), "0"),
+        (Counts(1, 9), ""),
     ],
 )
 def test_what_is_no_value_says_what_to_give(kind: Kind, text: str) -> None:
@@ -128,7 +134,7 @@ def test_a_worker_started_with_flags_has_the_settings_that_serve_has() -> None:
     assert (worker.kv_memory, worker.max_rows, worker.dtype) == (96 << 20, 7, "float32")
 
 
-@pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings])
+@pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings, PlanSettings])
 def test_help_names_every_setting_once_and_fits_a_terminal(cls: type[Settings]) -> None:
     lines = help_text(cls, "kilburn x", "About.").splitlines()
     assert all(len(line) <= 100 for line in lines)

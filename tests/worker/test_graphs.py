@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from kilburn.shared.ledger import MOST_RECORDED_ROWS, recorded_sizes
 from kilburn.shared.sampling import Sampling
-from kilburn.worker.graphs import MOST_ROWS, padded, sizes_for
+from kilburn.worker.graphs import padded
 from kilburn.worker.rows import Work
 from tests.worker.test_runner_world import World
 from tests.worker.toy import Hand, ToyModel, admit, oracle, toy_executor
@@ -62,12 +63,12 @@ def test_recording_and_padding_write_nothing() -> None:
 
 
 def test_sizes_hold_every_batch_with_little_padding() -> None:
-    assert sizes_for(1) == [1]
-    assert sizes_for(3) == [1, 2, 3]
-    assert sizes_for(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
-    assert sizes_for(10**6)[-1] == MOST_ROWS
-    sizes = np.array(sizes_for(MOST_ROWS))
-    rows = np.arange(1, MOST_ROWS + 1)
+    assert recorded_sizes(1) == [1]
+    assert recorded_sizes(3) == [1, 2, 3]
+    assert recorded_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 100]
+    assert recorded_sizes(10**6)[-1] == MOST_RECORDED_ROWS
+    sizes = np.array(recorded_sizes(MOST_RECORDED_ROWS))
+    rows = np.arange(1, MOST_RECORDED_ROWS + 1)
     padding = sizes[np.searchsorted(sizes, rows)] - rows
     assert (padding[16:] <= rows[16:] / 2).all()
     assert padding.max() < 32

@@ -8,7 +8,8 @@ import torch
 from kilburn.kernels import reference
 from kilburn.shared.config import SettingsError
 from kilburn.shared.layout import KVLayout
-from kilburn.worker.kv_cache import KVCache, sized, spare_host_bytes
+from kilburn.shared.pool_size import sized
+from kilburn.worker.kv_cache import KVCache, spare_host_bytes
 from tests.worker.toy import CPU, layout
 
 BLOCK = KVLayout(16, 4, 2, 8, "float32")  # 8 KiB a block

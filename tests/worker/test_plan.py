@@ -1,0 +1,161 @@
+"""`kilburn plan`: the worker's own bill, before there is a worker."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kilburn.controller.plan import as_json, folder_of, least_memory, lines, make_plan
+from kilburn.shared import ledger
+from kilburn.shared.config import PlanSettings, SettingsError, WorkerSettings
+from kilburn.shared.layout import blocks_for
+from kilburn.shared.model_files import ModelRefused
+from kilburn.shared.model_shape import read_shape, tensor_shapes
+from kilburn.shared.pool_size import HEADROOM
+from kilburn.shared.settings import declared
+from kilburn.worker.start import make_ready
+from tests.worker.tiny_models import make_tiny
+
+MIB = 1 << 20
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+
+
+def settings(folder: Path, **changes: Any) -> PlanSettings:
+    return replace(PlanSettings(model=str(folder), memory=256 * MIB, dtype="float32"), **changes)
+
+
+def test_plan_and_worker_make_one_bill(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, with_tokenizer=False)
+    asked: dict[str, Any] = {"max_rows": 4, "max_step_tokens": 64, "max_len": 100, "block_size": 8, "dtype": "float32"}
+    plan = make_plan(settings(folder, **asked, host_pool=MIB), folder)
+    worker = make_ready(WorkerSettings(model=str(folder), name="w", device="cpu", host_pool=MIB, **asked))
+    mine, theirs = plan.bill.amounts(), worker.planned.amounts()
+    # On a CPU the embedding stays in its file, and no decode is recorded.
+    assert mine.pop("weights") - plan.shape.lookup_bytes == theirs.pop("weights")
+    assert theirs.pop("graphs") == 0 < mine.pop("graphs")
+    del mine["device total"], theirs["device total"]
+    assert mine == theirs
+    assert plan.bill.num_blocks == worker.hello.num_blocks == 4 * 13  # every row at its full length, and no more
+    assert plan.bill.num_host_blocks == worker.hello.num_host_blocks
+    assert plan.bill.layout == worker.hello.layout
+
+
+def test_settings_that_a_worker_has_too_are_the_same_settings() -> None:
+    mine, theirs = declared(PlanSettings), declared(WorkerSettings)
+    shared = mine.keys() & theirs.keys()
+    assert {"model", "dtype", "block_size", "host_pool", "max_rows", "max_step_tokens", "max_len"} <= shared
+    for name in shared:
+        assert mine[name].kind == theirs[name].kind, name
+        assert getattr(PlanSettings(), name) == getattr(WorkerSettings(), name), name
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_step_tokens": 4096}, {"block_size": 256}, {"max_rows": 512}])
+def test_memory_that_is_too_little_names_the_least_that_works(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = make_tiny(tmp_path, vocab=4096, with_tokenizer=False)
+    with pytest.raises(SettingsError) as caught:
+        make_plan(settings(folder, memory=1, **changes), folder)
+    (problem,) = caught.value.problems
+    assert problem.startswith("--memory: 1 B do not hold weights of ")
+    least = int(problem.partition("give ")[2].partition("MiB")[0]) * MIB
+    plan = make_plan(settings(folder, memory=least, **changes), folder)
+    assert plan.bill.num_blocks >= 1
+    assert plan.bill.step_bytes + plan.bill.kv_bytes <= (least - plan.bill.weight_bytes) * HEADROOM
+    bare = replace(plan.bill, kv_bytes=0)
+    assert least_memory(bare) == least
+    with pytest.raises(SettingsError):
+        make_plan(settings(folder, memory=least - MIB, **changes), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host_pool": 100}, ["--host-pool", "holds no block"]),
+        ({"host_pool": 2 * MIB, "host_memory": MIB}, ["--host-pool", "give 1MiB or less"]),
+        ({"host_pool": 2 * MIB, "host_memory": 3 * MIB, "tp": 2}, ["--host-pool", "give 1MiB or less"]),
+        ({"host_pool": 2 * MIB, "host_memory": 10}, ["--host-pool", "leave it out"]),
+        ({"max_len": 513}, ["--max-len", "give 512 or less"]),
+    ],
+)
+def test_what_cannot_be_met_is_named(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    folder = make_tiny(tmp_path, with_tokenizer=False)
+    with pytest.raises(SettingsError) as caught:
+        make_plan(settings(folder, **changes), folder)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_pool_holds_what_it_says(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, with_tokenizer=False)
+    plan = make_plan(settings(folder, lengths=(1, 16, 17, 100), max_rows=512), folder)
+    for length, count in ledger.sequences_in(plan.bill.num_blocks, 16, (1, 16, 17, 100)).items():
+        blocks = blocks_for(length, 16)
+        assert count * blocks <= plan.bill.num_blocks < (count + 1) * blocks
+    written = as_json(plan)
+    assert json.loads(json.dumps(written)) == written
+    assert [row["tokens"] for row in written["sequences"]] == [1, 16, 17, 100]
+    text = "\n".join(lines(plan))
+    for part in ("KV per token", "KV per block", "logits workspace", "longest sequence", "tail waste", "weights"):
+        assert part in text
+
+
+def test_a_pool_too_small_for_the_longest_says_what_it_holds(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, with_tokenizer=False, overrides={"max_position_embeddings": 1 << 16})
+    plan = make_plan(settings(folder, memory=32 * MIB, max_step_tokens=128), folder)
+    slots = plan.bill.num_blocks * 16
+    assert slots < 1 << 16
+    assert any(f"{slots} tokens, of the {1 << 16}" in line for line in lines(plan))
+
+
+# --- several ranks
+
+
+def test_ranks_together_hold_the_model_once_and_what_is_not_split_each(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "llama", with_tokenizer=False, overrides=HEADS)
+    whole, half = read_shape(folder, "float32"), read_shape(folder, "float32", 2)
+    assert (half.num_heads, half.num_kv_heads, half.intermediate, half.hidden) == (4, 1, 48, 48)
+    norms = sum(shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith("norm.weight"))
+    each = norms * 4 + 512 * 16 * 4  # norms and the table of positions are every rank's own
+    assert 2 * (half.weight_bytes - each) == whole.weight_bytes - each
+    plans = [make_plan(settings(folder, tp=n), folder) for n in (1, 2)]
+    assert plans[1].bill.layout.bytes_per_block * 2 == plans[0].bill.layout.bytes_per_block
+    assert plans[1].bill.logits_bytes == plans[0].bill.logits_bytes  # one rank samples from all of them
+
+
+def test_kv_heads_are_held_by_several_ranks_where_there_are_too_few(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "llama", with_tokenizer=False, overrides=HEADS)
+    quarter, eighth = read_shape(folder, "float32", 4), read_shape(folder, "float32", 8)
+    assert (quarter.num_heads, quarter.num_kv_heads) == (2, 1)
+    assert (eighth.num_heads, eighth.num_kv_heads) == (1, 1)
+    k_and_v = 2 * 2 * (16 * 48)  # of both layers, one head each
+    split = {4: 2 * (8 * 16 * 48 * 2 + 3 * 96 * 48) // 4, 8: 2 * (8 * 16 * 48 * 2 + 3 * 96 * 48) // 8}
+    for ranks, shape in ((4, quarter), (8, eighth)):
+        vocabulary = 2 * 320 // ranks * 48
+        rest = 5 * 48 + 512 * 16  # norms, positions
+        assert shape.weight_bytes == 4 * (k_and_v + split[ranks] + vocabulary + rest)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "ranks", "works"),
+    [
+        ("llama", HEADS, 3, "1, 2, 4, 8"),
+        ("llama", HEADS, 16, "1, 2, 4, 8"),
+        ("smollm", {}, 2, "1, 3"),
+        ("smollm", {"intermediate_size": 90}, 2, "1, 3, 9"),
+        ("llama", HEADS | {"num_key_value_heads": 4, "intermediate_size": 42}, 4, "1, 2"),
+    ],
+)
+def test_a_split_that_does_not_divide_names_those_that_do(
+    tmp_path: Path, kind: str, changes: dict[str, Any], ranks: int, works: str
+) -> None:
+    folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=changes)
+    with pytest.raises(ModelRefused, match=rf"^--tp {ranks}: .*; give one of {works}$"):
+        make_plan(settings(folder, tp=ranks), folder)
+    for ranks in map(int, works.split(", ")):
+        assert make_plan(settings(folder, tp=ranks), folder).bill.num_blocks > 0
+
+
+def test_nothing_is_fetched_for_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelRefused, match="a plan fetches nothing"):
+        folder_of(settings(Path("owner/name")))
