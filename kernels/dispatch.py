@@ -1,13 +1,19 @@
 """Which set of kernels a device gets. This is the one place that asks "is this CUDA?"."""
 
+from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kilburn.kernels import reference
 from kilburn.kernels.contract import Batch, Kernels, Rope, Shapes
 
-__all__ = ["Batch", "Kernels", "Rope", "Shapes", "can_capture", "kernels_for"]
+if TYPE_CHECKING:
+    from kilburn.kernels.cpu.products import FewRows, PanelProduct
+
+__all__ = ["Batch", "Kernels", "Rope", "Shapes", "can_capture", "few_rows_product", "kernels_for"]
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -23,6 +29,26 @@ def kernels_for(device: torch.device) -> Kernels:
 
         return TritonKernels(device, device_of(device), beside(device))
     return reference
+
+
+def few_rows_product(packed: Tensor, weight: Tensor) -> "FewRows | None":
+    """(x, bias) -> x . weight^T + bias for few rows, over a float32 `weight` [out, in] that oneDNN has `packed`.
+
+    None where nothing is faster than oneDNN's own product. Holds `packed`, and nothing of `weight`.
+    """
+    product = _panel_product()
+    return None if product is None else product.over(packed, weight)
+
+
+@cache
+def _panel_product() -> "PanelProduct | None":
+    """One for the process: it holds machine code and the words of one call, and nothing of any model."""
+    if not (find_spec("numba") and find_spec("llvmlite")):
+        return None
+    from kilburn.kernels.cpu.products import PanelProduct
+    from kilburn.kernels.cpu.team import torch_openmp
+
+    return PanelProduct(torch_openmp())
 
 
 def can_capture(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit
 
-from kilburn.kernels.cpu import attention, rows, simd, writing
+from kilburn.kernels.cpu import attention, panels, rows, simd, writing
 
 KERNELS = {
     "survey": lambda _kind: attention.survey.py_func,
@@ -17,6 +17,7 @@ KERNELS = {
     "kv_write": writing.kv_write_kernel,
     "rms_norm": rows.rms_norm_kernel,
     "silu_mul": rows.silu_mul_kernel,
+    "panels": panels.panels_kernel,
     "move_blocks": writing.move_blocks_kernel,
 }
 

@@ -20,8 +20,8 @@ from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as simd.py numbers them
-KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "move_blocks")
-UNTYPED = ("survey", "move_blocks")  # know no elements
+KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "panels", "move_blocks")
+UNTYPED = ("survey", "panels", "move_blocks")  # know no elements, or one kind only
 NO_WINDOW = 1 << 40
 LOG2_E = log2(e)
 WORTH_SHARING = 16 * 1024  # values to touch before it pays to wake a second thread

@@ -17,7 +17,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 KIND_NAMES = ("float32", "bfloat16", "float16")
-SOURCES = ("arguments", "attention", "compiling", "rows", "simd", "writing")  # what machine code depends on
+SOURCES = ("arguments", "attention", "compiling", "panels", "rows", "simd", "writing")  # what machine code depends on
 
 
 def default_folder() -> Path:

@@ -5,6 +5,7 @@ written out here, as LLVM instructions that Python loops unroll when a kernel is
 
     dot_four    three rows of queries with four rows of keys, wherever these are in memory: twelve sums in registers
     add_rows    three rows of sums += weights x rows of values, likewise
+    add_panel   1 to 3 rows of sums += rows of x . a chunk of a packed weight, likewise
     row_max     the largest of a row, NaN passed over (it comes back through the exponentials)
     exp2_row    2^(x - top) of a row in place, and their sum
 
@@ -21,6 +22,8 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
+
+from kilburn.kernels.cpu.arguments import PANEL
 
 F32, BF16, F16 = 0, 1, 2
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
@@ -364,6 +367,52 @@ def add_rows(
         return target.get_dummy_value()
 
     return NONE(*[types.int64] * 4, INT64S, *[types.int64] * 3, num_sums, kind), code
+
+
+@intrinsic(prefer_literal=True)
+def add_panel(
+    context: Any,
+    sums: Any,
+    sums_step: Any,
+    x: Any,
+    x_step: Any,
+    weights: Any,
+    depth: Any,
+    is_fresh: Any,
+    num_rows: Any,
+    num_vectors: Any,
+) -> Any:
+    """sums[i] [8 * num_vectors] += x[i] [depth] . weights [depth, 64], of which the first columns count.
+
+    All float32 at addresses, with their steps. Where `is_fresh` is not 0, sums begin at 0 and what they held does not
+    matter. Products are added in order of depth, one after another.
+    """
+
+    def code(target: Any, build: Any, _signature: Any, args: Any) -> Any:
+        sums, sums_step, x, x_step, weights, depth, is_fresh = args[:7]
+        vectors = range(num_vectors.literal_value)
+        xs = _rows_from(build, x, x_step, num_rows.literal_value)
+        rows = _rows_from(build, sums, sums_step, num_rows.literal_value)
+        cells = [_after(build, row, 4 * LANES * j) for row in rows for j in vectors]
+
+        def step(index: Any, held: list[Any]) -> list[Any]:
+            column, at = build.add(weights, build.mul(index, I64(4 * PANEL))), build.shl(index, I64(2))
+            values = [_splat(build, _load(build, build.add(row, at), F32, 1), LANES) for row in xs]
+            new = list(held)
+            for j in vectors:
+                weight = _load(build, _after(build, column, 4 * LANES * j), F32, LANES)
+                for i, value in enumerate(values):
+                    new[i * len(vectors) + j] = _fma(build, value, weight, held[i * len(vectors) + j])
+            return new
+
+        begins = build.icmp_signed("!=", is_fresh, I64(0))
+        zero = _constant(FLOAT, LANES, 0.0)
+        start = [build.select(begins, zero, _load(build, at, F32, LANES)) for at in cells]
+        for at, value in zip(cells, _counted(build, depth, start, step), strict=True):
+            _store(build, value, at, F32, LANES)
+        return target.get_dummy_value()
+
+    return NONE(*[types.int64] * 7, num_rows, num_vectors), code
 
 
 def _counted(build: Any, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:

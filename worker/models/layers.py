@@ -3,7 +3,9 @@
 **Linear** has two forms. On the CPU in float32, oneDNN's own packed order of the weights is far faster than plain
 `F.linear` from 8 rows on (GFLOP/s on 2 Zen 3 cores, plain -> packed: 960x576 at 1, 8, 32, 128 rows 21 -> 17, 52 -> 96,
 104 -> 146, 138 -> 151; the head, 49152x576: 5 -> 7, 15 -> 43, 46 -> 105, 80 -> 133), so it is taken wherever it exists.
-The packed copy replaces the plain one: nothing of the plain weight stays resident.
+The packed copy replaces the plain one: nothing of the plain weight stays resident. For up to `FEW_ROWS` rows, when the
+read of the weights is what takes the time, the same packed weights go through `kernels/cpu/panels.py`, which reads them
+in order (`bench/products_cpu.py`).
 
 **Embedding** keeps the checkpoint's own table and dtype: on the CPU that is a view of the memory-mapped file, of which
 only the rows that are looked up become resident. So a tied head can be packed without holding the table twice.
@@ -15,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kilburn.kernels.dispatch import few_rows_product
 from kilburn.worker.models.checkpoint import Checkpoint
+
+FEW_ROWS = 64  # up to here products over panels are faster than oneDNN's
 
 
 class Linear(Protocol):
-    """x [..., in] -> [..., out]."""
+    """x [rows, in] -> [rows, out]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -37,14 +42,17 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's product over weights in its own blocked order. CPU, float32."""
+    """A product over weights in oneDNN's own packed order. CPU, float32."""
 
-    __slots__ = ("_bias", "_packed")
+    __slots__ = ("_bias", "_few_rows", "_packed")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._packed, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
+        self._few_rows = few_rows_product(self._packed, weight)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._few_rows is not None and x.shape[0] <= FEW_ROWS:
+            return self._few_rows(x, self._bias)
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
 
