@@ -26,7 +26,7 @@ from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
-from kilburn.controller.metrics import Metrics
+from kilburn.controller.metrics import Metrics, Sources
 from kilburn.controller.registry import InProcessRegistry, PrefixRegistry
 from kilburn.controller.registry_entries import EntrySigner
 from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
@@ -121,6 +121,25 @@ def _curve_keys(settings: ControllerSettings) -> ControllerKeys | None:
     return ControllerKeys.read(folder / "controller.key", folder / "workers.allow")
 
 
+TOLD = ("depth", "max_step_tokens", "max_waiting", "recovery_seconds", "silence_seconds", "step_seconds")
+
+
+def _sources(
+    settings: ControllerSettings, driver: Driver, link: ControllerLink, registry: PrefixRegistry, model_name: str
+) -> Sources:
+    return Sources(
+        snapshot=driver.engine.snapshot,
+        now=asyncio.get_running_loop().time,
+        is_serving=lambda: driver.health().unhealthy is None,
+        plan_s=lambda: driver.plan_s,
+        streams=driver.streams,
+        link=link,
+        registry=registry.counters,
+        about=tuple((name, f"{getattr(settings, name):g}") for name in TOLD),
+        model_name=model_name,
+    )
+
+
 @asynccontextmanager
 async def running_controller(settings: ControllerSettings) -> AsyncIterator[Running]:
     """A controller for as long as the block lasts. Raises SettingError for what the settings ask and cannot have."""
@@ -143,7 +162,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         asking=Asking(text, driver, salts, settings.max_choices),
         streams=driver.streams,
         names=driver.names,
-        metrics=Metrics(driver.engine.snapshot, driver.streams.counts, link.counters, registry.counters),
+        metrics=Metrics(_sources(settings, driver, link, registry, model_name), settings.vllm_metric_names),
         model_name=model_name,
         created=int(time.time()),
         max_len=driver.max_len,

@@ -177,5 +177,10 @@ class Choice:
         return Delta(self.index, text, scored, finish, self._message, self.beam)
 
     @property
+    def num_held_characters(self) -> int:
+        """Text that is out, and that nobody has taken."""
+        return sum(map(len, self._out))
+
+    @property
     def has_news(self) -> bool:
         return bool(self._out or self._scored_out) or (self.finish is not None and not self._told)

@@ -11,6 +11,7 @@ minute ends the process, as does any other exception of the engine at once.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -68,6 +69,7 @@ class Driver:
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._progress_s = progress_s
+        self.plan_s = 0.0  # that the engine took so far
         self._events: list[Event] = []
         self._is_booked = False
         self._timer: asyncio.TimerHandle | None = None
@@ -132,10 +134,12 @@ class Driver:
 
     def _handle(self, now: float) -> None:
         events, self._events = self._events, []
+        begun = time.perf_counter()
         try:
             effects = self.engine.handle(events, now)
         except LawBroken:
             effects = self._contain(now)
+        self.plan_s += time.perf_counter() - begun
         for effect in effects:
             self._perform(effect, now)
 
@@ -154,7 +158,7 @@ class Driver:
         elif type(effect) is Refused and self.names.perform(effect):
             pass
         else:
-            self.streams.perform(effect)  # type: ignore[arg-type]  # all that are left
+            self.streams.perform(effect, now)  # type: ignore[arg-type]  # all that are left
 
     def _log(self, note: Note) -> None:
         if note.kind is NoteKind.LEASE_BEGAN:

@@ -15,11 +15,13 @@ ahead, and a turn takes a bounded number of frames, so that neither a flood nor 
 The socket is read off the event loop's own selector. Its descriptor is signalled on changes, not while there is
 something to read, and a send may swallow the signal; so each send books another look.
 
-What this file does not know: leases, deadlines, what any message means. It starts no task and reads no clock.
+What this file does not know: leases, deadlines, what any message means. It starts no task, and reads a clock only to
+say how long it took.
 """
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +59,7 @@ class LinkCounters:
     bytes_in: int = 0
     frames_out: int = 0
     bytes_out: int = 0
+    seconds: float = 0.0  # spent on frames: coding them, and the socket
     unsent: int = 0  # frames that could not be queued, each the loss of its peer
     strangers: int = 0  # well-formed messages from peers without a Hello
     garbage: dict[str, int] = field(default_factory=lambda: {"identity": 0, "parts": 0, "malformed": 0, "version": 0})
@@ -154,7 +157,9 @@ class ControllerLink:
 
     def send(self, peer: bytes, message: m.FromController) -> None:
         """Queue a message. If that cannot be done at once, the peer is lost: `Left` follows in a later turn."""
+        begun = time.perf_counter()
         reason = self._transmit(peer, encode(message))
+        self.counters.seconds += time.perf_counter() - begun
         if isinstance(message, m.Gone | m.Reject):
             self._known.discard(peer)
         elif reason is not None and peer in self._known:
@@ -192,6 +197,7 @@ class ControllerLink:
         if self._socket is None:
             return
         events: list[Arrived | Left] = []
+        begun = time.perf_counter()
         for _ in range(self._limits.turn):
             try:
                 peer = self._socket.recv(zmq.NOBLOCK)
@@ -203,6 +209,7 @@ class ControllerLink:
                 events.append(event)
         else:
             self._book()  # there may be more, and no signal need come for it
+        self.counters.seconds += time.perf_counter() - begun
         events += self._losses
         self._losses.clear()
         if events:

@@ -1,186 +1,200 @@
 """Figures for Prometheus, read when somebody asks.
 
-Nothing is counted here: gauges and counters are the engine's snapshot, the link's counters and the streams' counts at
-the moment of the scrape. So a figure cannot drift from what it is about, and a scrape that fails stops nothing.
-Counters of a worker group begin anew with each of its leases, as those of any restarted process do.
+    GET /metrics -> collect -> engine's snapshot, the edge's counts, link, registry, driver: whatever they say now
+
+Nothing is counted here, so a figure cannot drift from what it is about, and a scrape that fails is an error of that
+scrape and of nothing else: it is logged, answered with 500, and serving goes on. Names begin with kilburn_ and are in
+base units; metrics_vllm.py says the same under names that dashboards made for vLLM know.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from platform import python_version
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kilburn.controller.core.snapshot import GroupSnapshot, Snapshot
+from kilburn.controller.api.errors import refusal_codes
+from kilburn.controller.core.lease import LeaseState
+from kilburn.controller.core.snapshot import Snapshot
+from kilburn.controller.counts import Counts, known_refusals
+from kilburn.controller.link import ControllerLink, LinkCounters
+from kilburn.controller.metrics_families import Figure, Kind, Values, families, single
+from kilburn.controller.metrics_groups import GROUP_FIGURES
+from kilburn.controller.metrics_vllm import VLLM_ENGINE, VLLM_SERVICE
 from kilburn.controller.registry import RegistryCounters
-from kilburn.controller.streams import Counts
+from kilburn.controller.streams import Streams
+from kilburn.shared.messages import PROTOCOL_VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+GAUGE, COUNTER, HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 
-# (name, help, field of GroupSnapshot)
-_GROUP_GAUGES = (
-    ("requests_running", "requests that hold blocks", "running_requests"),
-    ("requests_queued", "requests placed here that wait for blocks", "waiting_requests"),
-    ("sequences_running", "sequences in the batch", "running_sequences"),
-    ("flights", "plans under way", "flights"),
-    ("filled_slots", "token positions of running sequences that have their KV", "filled_slots"),
-    ("owned_slots", "token positions that their blocks could hold", "owned_slots"),
-    ("shared_blocks", "blocks that sharing saves", "shared_refs"),
-    ("pinned_blocks", "blocks that named prefixes hold", "pinned_blocks"),
-    ("move_seconds_per_block", "what a block moved between the tiers is expected to take", "move_s_per_block"),
-    ("compute_seconds_per_token", "what a prompt token is expected to take", "compute_s_per_token"),
-)
-_GROUP_COUNTERS = (
-    ("steps", "steps committed", "steps"),
-    ("step_prompt_tokens", "prompt tokens of requests that began", "prompt_tokens"),
-    ("step_generated_tokens", "tokens drawn", "generated_tokens"),
-    ("prefix_query_tokens", "prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
-    ("prefix_hit_tokens", "prompt tokens found there", "prefix_hit_tokens"),
-    ("swapped_in", "requests that came back from the host pool", "swapped_in"),
-    ("swap_out_blocks", "blocks copied to the host pool", "blocks_out"),
-    ("swap_in_blocks", "blocks copied from the host pool", "blocks_in"),
-    ("swap_out_bytes", "the same in bytes: groups that left, and evicted blocks that were kept", "bytes_out"),
-    ("swap_in_bytes", "the same in bytes: groups that came back, and hits", "bytes_in"),
-    ("host_saved_bytes", "bytes of evicted blocks that the host pool kept", "bytes_saved"),
-    ("host_hit_bytes", "bytes that came back from there by their names", "bytes_hit"),
-    ("preemptions_by_cost", "preemptions that the predictions decided", "chosen_by_cost"),
-    ("swaps_without_room", "preempted by recompute, since the host pool had no room", "swaps_without_room"),
-    ("host_saved_blocks", "evicted blocks that the host pool kept", "blocks_saved"),
-    ("host_hits", "blocks that came back from there by their names", "host_hits"),
-    ("block_copies", "blocks copied on write", "block_copies"),
-    ("evictions", "cached blocks that lost their names", "evictions"),
-)
-_PHASES = ("idle", "apply", "forward", "sample")
-_REGISTRY = (
-    ("sent", "hints and names that the prefix registry took"),
-    ("dropped", "hints that were not sent to the prefix registry"),
-    ("failures", "turns in which the prefix registry did not answer"),
-    ("ignored", "entries of the prefix registry that were not signed, or made no sense"),
-)
-_LINK = ("frames_in", "bytes_in", "frames_out", "bytes_out", "unsent", "strangers", "denied")
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Whom a scrape asks."""
+
+    snapshot: Callable[[], Snapshot]
+    now: Callable[[], float]  # on the clock that turns the engine
+    is_serving: Callable[[], bool]  # what /health says
+    plan_s: Callable[[], float]  # seconds that the engine has taken so far
+    streams: Streams
+    link: ControllerLink
+    registry: RegistryCounters
+    about: tuple[tuple[str, str], ...]  # the configuration, in few words: (setting, value)
+    model_name: str = ""
 
 
 class Metrics:
-    """One process's figures, in a registry of their own."""
+    """One process's figures, in a registry of their own. `vllm_names`: under vLLM's names as well."""
 
-    def __init__(
-        self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object, registry: RegistryCounters
-    ) -> None:
+    def __init__(self, sources: Sources, vllm_names: bool = False) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Reading(snapshot, counts, link_counters, registry))
+        self._registry.register(_Reading(sources, vllm_names))
+        ProcessCollector(namespace="kilburn", registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
 
 class _Reading(Collector):
-    def __init__(
-        self, snapshot: Callable[[], Snapshot], counts: Counts, link_counters: object, registry: RegistryCounters
-    ) -> None:
-        self._snapshot, self._counts, self._link, self._counters = snapshot, counts, link_counters, registry
+    def __init__(self, sources: Sources, vllm_names: bool) -> None:
+        self._sources, self._vllm_names = sources, vllm_names
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot()
-        yield _gauge("up_to_serve", "1 when tokens can be produced", float(snapshot.can_produce))
-        yield _gauge("worker_groups", "worker groups with a lease", len(snapshot.groups))
-        yield _gauge("requests", "requests known to the engine", snapshot.requests)
-        yield _gauge("requests_homeless", "requests that wait for a worker group", snapshot.homeless_requests)
-        yield _counter("leases_began", "leases given", snapshot.leases_began)
-        yield _counter("leases_ended", "leases that ended", snapshot.leases_ended)
-        yield _counter("laws_broken", "bugs found by our own accounting", snapshot.laws_broken)
-        yield from self._edge()
-        yield from self._of_groups(snapshot.groups)
-        for name, about in _REGISTRY:
-            yield _counter(f"registry_{name}", about, getattr(self._counters, name))
-        yield from self._of_link()
-
-    def _edge(self) -> Iterator[Metric]:
-        counts = self._counts
-        yield _counter("prompt_tokens", "prompt tokens of requests that were started", counts.prompt_tokens)
-        yield _counter("cached_tokens", "of these, tokens found in the prefix cache", counts.cached_tokens)
-        yield _counter("output_tokens", "tokens given to clients", counts.output_tokens)
-        ended = CounterMetricFamily("kilburn_requests_ended", "requests, by how they ended", labels=["how"])
-        for how, number in counts.requests.items():
-            ended.add_metric([how], number)
-        yield ended
-
-    def _of_groups(self, groups: tuple[GroupSnapshot, ...]) -> Iterator[Metric]:
-        blocks = GaugeMetricFamily("kilburn_blocks", "device blocks, by state", labels=["group", "state"])
-        seconds = CounterMetricFamily("kilburn_worker_seconds", "a worker's time, by phase", labels=["group", "phase"])
-        for group in groups:
-            for state in ("free", "cached", "owned", "quarantined"):
-                blocks.add_metric([group.name, state], getattr(group, f"{state}_blocks"))
-            for phase in _PHASES:
-                seconds.add_metric([group.name, phase], getattr(group, f"worker_{phase}_s"))
-        yield blocks
-        yield seconds
-        sharing = GaugeMetricFamily(
-            "kilburn_sharing_ratio", "blocks that sharing saves, of those needed without it", labels=["group"]
-        )
-        for group in groups:
-            without = group.owned_blocks + group.shared_refs
-            sharing.add_metric([group.name], group.shared_refs / without if without else 0.0)
-        yield sharing
-        preemptions = CounterMetricFamily(
-            "kilburn_preemptions", "requests that had to give up their blocks", labels=["group", "by"]
-        )
-        for group in groups:
-            for way in ("recompute", "swap"):
-                preemptions.add_metric([group.name, way], getattr(group, f"preempted_by_{way}"))
-        yield preemptions
-        yield from _returns(groups)
-        for name, about, field in _GROUP_GAUGES:
-            yield _per_group(GaugeMetricFamily(f"kilburn_{name}", about, labels=["group"]), groups, field)
-        for name, about, field in _GROUP_COUNTERS:
-            yield _per_group(CounterMetricFamily(f"kilburn_{name}", about, labels=["group"]), groups, field)
-
-    def _of_link(self) -> Iterator[Metric]:
-        for name in _LINK:
-            yield _counter(
-                f"link_{name}", f"{name.replace('_', ' ')}, on the socket to workers", _number(self._link, name)
-            )
-        garbage = CounterMetricFamily("kilburn_link_garbage", "frames that were no messages", labels=["kind"])
-        for kind, number in getattr(self._link, "garbage", {}).items():
-            garbage.add_metric([kind], number)
-        yield garbage
+        sources = self._sources
+        snapshot, now = sources.snapshot(), sources.now()
+        groups = [((group.name,), group) for group in snapshot.groups]
+        yield from families(ENGINE_FIGURES, [((), snapshot)])
+        yield from families(EDGE_FIGURES, [((), sources.streams)])
+        yield from families(PROCESS_FIGURES, [((), sources)])
+        yield from families(GROUP_FIGURES, groups, labels=("group",))
+        silence = [((group.name,), now - group.heard_at) for group in snapshot.groups]
+        yield from families(SILENCE_FIGURES, silence, labels=("group",))
+        if self._vllm_names:
+            model = sources.model_name
+            engines = [((model, group.name), group) for group in snapshot.groups]
+            yield from families(VLLM_ENGINE, engines, "vllm:", ("model_name", "engine"))
+            yield from families(VLLM_SERVICE, [((model,), sources.streams.counts)], "vllm:", ("model_name",))
 
 
-def _returns(groups: tuple[GroupSnapshot, ...]) -> Iterator[Metric]:
-    """Of preempted requests that were all there again: how many, what was predicted, and the truth."""
-    returned = CounterMetricFamily(
-        "kilburn_preemptions_returned", "preempted requests that had again all that they had", labels=["group", "by"]
-    )
-    seconds = CounterMetricFamily(
-        "kilburn_preemption_seconds",
-        "worker seconds that these preemptions were predicted to take, and took",
-        labels=["group", "by", "what"],
-    )
-    for group in groups:
-        for way in ("recompute", "swap"):
-            returned.add_metric([group.name, way], getattr(group, f"returned_by_{way}"))
-            for what in ("predicted", "actual"):
-                seconds.add_metric([group.name, way, what], getattr(group, f"{what}_{way}_s"))
-    yield returned
-    yield seconds
+# --- the engine as a whole
 
 
-def _number(counters: object, name: str) -> float:
-    value: Any = getattr(counters, name, 0)
-    return float(value)
+def _leases(snapshot: Snapshot) -> Values:
+    states = [group.state for group in snapshot.groups]
+    return [((state.value,), states.count(state)) for state in LeaseState if state is not LeaseState.GONE]
 
 
-def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"kilburn_{name}", about, value=value)
+ENGINE_FIGURES: tuple[Figure[Snapshot], ...] = (
+    Figure("worker_groups", GAUGE, "worker groups with a lease", (), single(lambda s: len(s.groups))),
+    Figure("leases", GAUGE, "leases, by state", ("state",), _leases),
+    Figure("leases_began", COUNTER, "leases given", (), single(lambda s: s.leases_began)),
+    Figure("leases_ended", COUNTER, "leases that ended", (), single(lambda s: s.leases_ended)),
+    Figure("requests", GAUGE, "requests known to the engine", (), single(lambda s: s.requests)),
+    Figure("requests_homeless", GAUGE, "requests that wait for a worker group", (),
+           single(lambda s: s.homeless_requests)),
+    Figure("requests_displaced", COUNTER, "requests that had to leave a worker group whose lease ended", (),
+           single(lambda s: s.requests_displaced)),
+    Figure("requests_recovered", COUNTER, "of these, requests that found a place again", (),
+           single(lambda s: s.requests_recovered)),
+    Figure("timeouts", COUNTER, "requests that waited too long to begin, or whose time ran out", ("kind",),
+           lambda s: [(("queue",), s.queue_timeouts), (("request",), s.request_timeouts)]),
+    Figure("laws_broken", COUNTER, "bugs found by our own accounting", (), single(lambda s: s.laws_broken)),
+)  # fmt: skip
 
 
-def _counter(name: str, about: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"kilburn_{name}", about, value=value)
+# --- the edge
 
 
-def _per_group(
-    family: GaugeMetricFamily | CounterMetricFamily, groups: tuple[GroupSnapshot, ...], field: str
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for group in groups:
-        family.add_metric([group.name], getattr(group, field))
-    return family
+def _edge(name: str, about: str, read: Callable[[Counts], Any], kind: Kind) -> Figure[Streams]:
+    return Figure(name, kind, about, (), single(lambda streams: read(streams.counts)))
+
+
+def _finished(streams: Streams) -> Values:
+    return [((reason.value,), number) for reason, number in streams.counts.finished.items()]
+
+
+def _refused(streams: Streams) -> Values:
+    return [((code,), number) for code, number in known_refusals(streams.counts, refusal_codes()).items()]
+
+
+EDGE_FIGURES: tuple[Figure[Streams], ...] = (
+    _edge("prompt_tokens", "prompt tokens of requests that were started", lambda c: c.prompt_tokens, COUNTER),
+    _edge("cached_tokens", "of these, tokens found in the prefix cache", lambda c: c.cached_tokens, COUNTER),
+    _edge("output_tokens", "tokens given to clients", lambda c: c.output_tokens, COUNTER),
+    Figure("requests_finished", COUNTER, "requests, by how they ended", ("reason",), _finished),
+    Figure("requests_refused", COUNTER, "requests turned away, by the code that the client was told", ("reason",),
+           _refused),
+    _edge("request_queue_seconds", "from being asked to being started", lambda c: c.queue_s.spread(), HISTOGRAM),
+    _edge("request_prefill_seconds", "from being started to the first token", lambda c: c.prefill_s.spread(),
+          HISTOGRAM),
+    _edge("first_token_seconds", "from being asked to the first token", lambda c: c.first_token_s.spread(), HISTOGRAM),
+    _edge("inter_token_seconds", "between two tokens of a sequence", lambda c: c.inter_token_s.spread(), HISTOGRAM),
+    _edge("request_decode_seconds", "from the first token to the last", lambda c: c.decode_s.spread(), HISTOGRAM),
+    _edge("request_seconds", "from being asked to the last token", lambda c: c.end_to_end_s.spread(), HISTOGRAM),
+    _edge("request_prompt_tokens", "tokens of a request's prompt", lambda c: c.prompt_lengths.spread(), HISTOGRAM),
+    _edge("request_output_tokens", "tokens of a request's answer, all its sequences together",
+          lambda c: c.answer_lengths.spread(), HISTOGRAM),
+    Figure("streams_open", GAUGE, "answers that somebody waits for", (), single(lambda s: s.num_answers)),
+    Figure("outbox_characters", GAUGE, "text of streams that their readers have not taken", (),
+           single(lambda s: s.outbox_characters())),
+)  # fmt: skip
+
+
+# --- the process, and what it is connected to
+
+
+def _linked(name: str, about: str, read: Callable[[LinkCounters], float]) -> Figure[Sources]:
+    return Figure(f"link_{name}", COUNTER, about, (), single(lambda sources: read(sources.link.counters)))
+
+
+def _garbage(sources: Sources) -> Values:
+    return [((kind,), number) for kind, number in sources.link.counters.garbage.items()]
+
+
+def _build(sources: Sources) -> Values:
+    return [((python_version(), str(PROTOCOL_VERSION), sources.model_name), 1)]
+
+
+def _spent(sources: Sources) -> Values:
+    return [(("plan",), sources.plan_s()), (("wire",), sources.link.counters.seconds)]
+
+
+PROCESS_FIGURES: tuple[Figure[Sources], ...] = (
+    Figure("up_to_serve", GAUGE, "1 when tokens can be produced, as /health says", (),
+           single(lambda s: s.is_serving())),
+    Figure("build_info", GAUGE, "1; what runs here", ("python", "protocol", "model"), _build),
+    Figure("config_info", GAUGE, "1 for each setting that matters to these figures", ("setting", "value"),
+           lambda s: [(pair, 1) for pair in s.about]),
+    Figure("controller_seconds", COUNTER, "the controller's time: planning and committing, and the wire", ("phase",),
+           _spent),
+    Figure("registry_up", GAUGE, "1 when the prefix registry answers", (), single(lambda s: s.registry.is_up)),
+    Figure("registry_turn_seconds", HISTOGRAM, "turns in which the prefix registry was written to and read", (),
+           single(lambda s: s.registry.turn_s.spread())),
+    Figure("registry_names", GAUGE, "named prefixes that the registry holds", (), single(lambda s: s.registry.names)),
+    Figure("registry_lookups", COUNTER, "blocks that the registry was asked about, by what it knew", ("result",),
+           lambda s: [(("hit",), s.registry.hits), (("miss",), s.registry.misses)]),
+    Figure("registry_sent", COUNTER, "hints and names that the prefix registry took", (),
+           single(lambda s: s.registry.sent)),
+    Figure("registry_dropped", COUNTER, "hints that were not sent to the prefix registry", (),
+           single(lambda s: s.registry.dropped)),
+    Figure("registry_failures", COUNTER, "turns in which the prefix registry did not answer", (),
+           single(lambda s: s.registry.failures)),
+    Figure("registry_ignored", COUNTER, "entries of the registry that were not signed, or made no sense", (),
+           single(lambda s: s.registry.ignored)),
+    _linked("frames_in", "frames from workers", lambda link: link.frames_in),
+    _linked("bytes_in", "bytes from workers", lambda link: link.bytes_in),
+    _linked("frames_out", "frames to workers", lambda link: link.frames_out),
+    _linked("bytes_out", "bytes to workers", lambda link: link.bytes_out),
+    _linked("unsent", "frames that could not be queued, each the loss of its worker", lambda link: link.unsent),
+    _linked("strangers", "messages of peers without a lease", lambda link: link.strangers),
+    Figure("link_denied", COUNTER, "handshakes refused for their key", (), single(lambda s: s.link.denied)),
+    Figure("link_garbage", COUNTER, "frames that were no messages", ("kind",), _garbage),
+)  # fmt: skip
+
+SILENCE_FIGURES: tuple[Figure[float], ...] = (
+    Figure("lease_silence_seconds", GAUGE, "since the worker group was last heard", (), single(lambda s: s)),
+)

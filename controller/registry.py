@@ -11,9 +11,12 @@ Here is the registry of a controller that is alone. Another keeps both in Redis 
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from kilburn.controller.core.histogram import Histogram
+
+TURNS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0)
 NameKey = tuple[str, str]  # (tenant, or "" for a public name; the name)
 
 
@@ -46,12 +49,17 @@ NamesHeard = Callable[[Mapping[NameKey, NamedEntry]], Sequence[NamedEntry]]
 
 @dataclass(slots=True)
 class RegistryCounters:
-    """Only ever grow."""
+    """Numbers of a registry. They only grow, but for `is_up` and `names`: what it is like at the moment."""
 
     sent: int = 0  # hints and names that the registry took
     dropped: int = 0  # that were not sent: it was down, or too slow
     failures: int = 0  # turns that it did not answer, or with an error
     ignored: int = 0  # entries that are not signed with our key, or make no sense
+    hits: int = 0  # digests that it was asked about, and knew a holder of
+    misses: int = 0
+    names: int = 0  # that it holds
+    is_up: bool = True
+    turn_s: Histogram = field(default_factory=lambda: Histogram(TURNS_S))  # turns that it answered
 
 
 class PrefixRegistry(Protocol):

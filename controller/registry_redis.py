@@ -114,8 +114,11 @@ class RedisRegistry:
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._read_at = 0.0
-        self.counters = RegistryCounters()
-        self.is_up = False
+        self.counters = RegistryCounters(is_up=False)
+
+    @property
+    def is_up(self) -> bool:
+        return self.counters.is_up
 
     # --- what everybody calls: nothing here waits
 
@@ -154,6 +157,7 @@ class RedisRegistry:
     async def _run(self) -> None:
         pause_s = PAUSE_S
         while True:
+            begun = time.monotonic()
             try:
                 async with asyncio.timeout(TURN_S):
                     await self._turn()
@@ -163,9 +167,10 @@ class RedisRegistry:
                 pause_s = min(pause_s * 2, MOST_PAUSE_S)
                 await asyncio.sleep(pause_s)
                 continue
-            if not self.is_up:
+            self.counters.turn_s.observe(time.monotonic() - begun)
+            if not self.counters.is_up:
                 log.info("the prefix registry answers")
-            self.is_up, pause_s = True, PAUSE_S
+            self.counters.is_up, pause_s = True, PAUSE_S
             await asyncio.sleep(PAUSE_S)
             if not self._hints and not self._names:
                 self._work.clear()
@@ -174,10 +179,10 @@ class RedisRegistry:
 
     def _failed(self, error: Exception) -> None:
         self.counters.failures += 1
-        if self.is_up or self.counters.failures == 1:
+        if self.counters.is_up or self.counters.failures == 1:
             # Not its words: they may hold what a hostile server said.
             log.warning("the prefix registry does not answer (%s); serving goes on without it", type(error).__name__)
-        self.is_up = False
+        self.counters.is_up = False
 
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
@@ -237,6 +242,7 @@ class RedisRegistry:
             found[entry.key] = entry
             if entry.is_deleted and entry.stamp < too_old:
                 outdated.append(field)
+        self.counters.names = sum(not entry.is_deleted for entry in found.values())
         if outdated:
             await self._client.hdel(self._names_at, *outdated)
         for entry in self._heard(found):
@@ -262,10 +268,13 @@ class RedisRegistry:
             self._note_holders(digest, answer, now)
 
     def _note_holders(self, digest: bytes, answer: object, now: float) -> None:
-        own, now_ms = f"{self._controller}/".encode(), time.time() * 1000
+        own, now_ms, is_held = f"{self._controller}/".encode(), time.time() * 1000, False
         for group, value in islice(answer.items(), MOST_FETCHED) if isinstance(answer, Mapping) else ():
             expires_ms = self._signer.read_hint(digest, group, value)
             if expires_ms is None:
                 self.counters.ignored += 1
             elif not group.startswith(own) and now_ms < expires_ms <= now_ms + 2000 * HINT_TTL_S:
                 self._there.learn(group.decode("utf-8", "replace"), [digest], [], now)
+                is_held = True
+        self.counters.hits += is_held
+        self.counters.misses += not is_held

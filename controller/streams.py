@@ -16,10 +16,11 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from kilburn.controller.choice import Ask, Choice, Delta
 from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
+from kilburn.controller.counts import Counts, Pace
 from kilburn.controller.detokenize import Detokenizer
 from kilburn.shared.types import FinishReason
 
@@ -39,6 +40,7 @@ class Answer:
         self.refused: Refused | None = None
         self.request_ids: list[int] = []
         self.num_open = 0  # choices that go on
+        self.is_streamed = False
         self._news: list[Choice] = []
         self._heard: asyncio.Future[None] | None = None
 
@@ -63,6 +65,7 @@ class Answer:
 
     async def deltas(self) -> list[Delta]:
         """What is new, once anything is. [] when the answer is over."""
+        self.is_streamed = True
         while not self._news and not self.is_over:
             self._heard = asyncio.get_running_loop().create_future()
             await self._heard
@@ -99,19 +102,7 @@ class _Open:
     choices: list[Choice]
     num_open: int  # choices that go on
     num_prompt: int
-
-
-@dataclass(slots=True)
-class Counts:
-    """What went through, since the start. Only ever grows."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    requests: dict[str, int] = field(default_factory=dict)  # by how they ended
-
-    def ended(self, how: str) -> None:
-        self.requests[how] = self.requests.get(how, 0) + 1
+    pace: Pace
 
 
 class Streams:
@@ -123,15 +114,27 @@ class Streams:
         self.ids = itertools.count(1)  # of whatever the engine is asked for
         self._open: dict[int, _Open] = {}
         self._unheard: list[asyncio.Future[None]] = []
+        self._answers: set[Answer] = set()  # that somebody waits for
         self.counts = Counts()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
+    @property
+    def num_answers(self) -> int:
+        """Answers that somebody waits for."""
+        return len(self._answers)
+
+    def outbox_characters(self) -> int:
+        """Text of streams that their readers have not taken."""
+        streamed = [answer for answer in self._answers if answer.is_streamed]
+        return sum(choice.num_held_characters for answer in streamed for choice in answer.choices)
+
     async def ask(self, asks: Sequence[Ask]) -> Answer:
         """Hands prompts to the engine and returns when it has heard of them: a refusal at the door is known then."""
-        answer = Answer(sum(len(ask.prompt) for ask in asks))
+        answer, now = Answer(sum(len(ask.prompt) for ask in asks)), asyncio.get_running_loop().time()
+        self._answers.add(answer)
         for ask in asks:
             request_id = next(self.ids)
             first = len(answer.choices)
@@ -140,7 +143,8 @@ class Streams:
             answer.kept.append((first, first + ask.n, ask.n if ask.keep is None else ask.keep))
             answer.request_ids.append(request_id)
             answer.num_open += ask.n
-            self._open[request_id] = _Open(answer, choices, ask.n, len(ask.prompt))
+            pace = Pace(self.counts, ask.n, ask.max_tokens, now)
+            self._open[request_id] = _Open(answer, choices, ask.n, len(ask.prompt), pace)
             for choice in choices:
                 if choice.has_news:
                     answer.tell(choice)
@@ -164,70 +168,78 @@ class Streams:
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for this answer any more. Frees whatever it still holds; no effect on one that is over."""
+        self._answers.discard(answer)
+        self._give_up(answer)
+
+    def _give_up(self, answer: Answer) -> None:
         for request_id in answer.request_ids:
             if self._open.pop(request_id, None) is not None:
-                self.counts.ended("cancelled")
+                self.counts.finished[FinishReason.CANCELLED] += 1
                 self._post(Cancel(request_id))
 
     def cut_short(self, message: str) -> None:
         """The service stops: ends every answer with an error, and frees what it holds."""
+        now = asyncio.get_running_loop().time()
         for request_id, request in list(self._open.items()):
-            self._fail(request_id, request, message, FinishReason.CANCELLED)
+            self._fail(request_id, request, message, now, FinishReason.CANCELLED)
 
-    def _fail(self, request_id: int, request: _Open, message: str, reason: FinishReason = FinishReason.ERROR) -> None:
+    def _fail(
+        self, request_id: int, request: _Open, message: str, now: float, reason: FinishReason = FinishReason.ERROR
+    ) -> None:
         for choice in request.choices:
             if choice.finish is None:
                 choice.fail(message, reason)
-                self._ended(request_id, request, choice)
+                self._ended(request_id, request, choice, now)
         self._post(Cancel(request_id))
 
-    def perform(self, effect: TextEffect) -> None:
-        """Fulfils one of the engine's wishes. A fault on the way fails that request, and no other."""
+    def perform(self, effect: TextEffect, now: float) -> None:
+        """Fulfils one of the engine's wishes. A fault on the way fails that request, and no other.
+
+        `now` is the time of the turn, on the clock of the loop.
+        """
         request = self._open.get(effect.request_id)
         if request is None:
             return  # the client left, or every choice has met its stop string
         try:
-            self._tell(effect, request)
+            self._tell(effect, request, now)
         except Exception:
             log.exception("the text of a request could not be made")
-            self._fail(effect.request_id, request, "the server could not put this answer into text")
+            self._fail(effect.request_id, request, "the server could not put this answer into text", now)
 
-    def _tell(self, effect: TextEffect, request: _Open) -> None:
+    def _tell(self, effect: TextEffect, request: _Open, now: float) -> None:
         if type(effect) is Emit:
             choice = request.choices[effect.index]
             if choice.finish is not None:
                 return
-            self.counts.output_tokens += 1
+            request.pace.token(effect.index, now)
             if choice.feed(effect.token, effect.logprobs):
                 self._post(Stop(effect.request_id, effect.index))
-                self._ended(effect.request_id, request, choice)
+                self._ended(effect.request_id, request, choice, now)
             elif choice.has_news:
                 request.answer.tell(choice)
         elif type(effect) is Beam:
             choice = request.choices[effect.index]
-            self.counts.output_tokens += len(effect.tokens)
+            request.pace.whole(effect.index, len(effect.tokens), now)
             choice.become(effect)
-            self._ended(effect.request_id, request, choice)
+            self._ended(effect.request_id, request, choice, now)
         elif type(effect) is Finished:
             choice = request.choices[effect.index]
             if choice.finish is None:
                 choice.end(effect.reason, effect.message)
-                self._ended(effect.request_id, request, choice)
+                self._ended(effect.request_id, request, choice, now)
         elif type(effect) is Started:
             request.answer.cached_tokens += effect.cached_tokens
-            self.counts.cached_tokens += effect.cached_tokens
-            self.counts.prompt_tokens += request.num_prompt
+            request.pace.started(request.num_prompt, effect.cached_tokens, now)
         elif type(effect) is Refused:
             del self._open[effect.request_id]
-            self.counts.ended(f"refused: {effect.refusal.value}")
             request.answer.refused = effect
-            self.leave(request.answer)  # of several prompts one refused is all refused
+            self._give_up(request.answer)  # of several prompts one refused is all refused
             request.answer.wake()
 
-    def _ended(self, request_id: int, request: _Open, choice: Choice) -> None:
+    def _ended(self, request_id: int, request: _Open, choice: Choice, now: float) -> None:
         request.num_open -= 1
         request.answer.num_open -= 1
         if request.num_open == 0:
             del self._open[request_id]
-            self.counts.ended(choice.finish.value if choice.finish else "")
+            request.pace.ended(choice.finish or FinishReason.ERROR, now)
         request.answer.tell(choice)

@@ -89,6 +89,7 @@ class ControllerSettings(Settings):
     )
     recovery_seconds: float = setting(60.0, Duration(0.0, 86400.0), "how long requests wait for a worker to come back")
     drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
+    vllm_metric_names: bool = setting(False, Switch(), "in /metrics, also the names that dashboards for vLLM know")
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
     def faults(self) -> Iterable[tuple[str, str]]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from kilburn.controller.core.events import Refusal, Refused
 from kilburn.shared.types import FinishReason
@@ -47,6 +48,15 @@ def refusal(refused: Refused) -> ApiError:
     return ApiError(status, refused.message or refused.refusal.value, code=code)
 
 
+NOT_TAKEN = {code for status, code in _STATUS.values() if status == 503}  # of a 503: never begun, no failure
+OTHER_REFUSAL = "invalid_request"  # of a field, say, whose name is in the message
+
+
+def refusal_codes() -> list[str]:
+    """By which codes refusals are counted: those of the core, and what has no code. Others are added as they occur."""
+    return [*(code for _, code in _STATUS.values()), OTHER_REFUSAL]
+
+
 def failure(message: str, reason: FinishReason = FinishReason.ERROR) -> ApiError:
     """A request that was accepted and could not be finished; CANCELLED: because the service stops."""
     if reason is FinishReason.CANCELLED:
@@ -72,6 +82,24 @@ _SAID = {
     405: "this address does not answer to this method",
     413: "the request body is too large",
 }
+
+
+def counting(refused: Callable[[str], None]) -> Middleware:
+    """Tells `refused` the code of every refusal on its way out. `every_error` goes around it."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:
+            if request.method == "POST" and (error.status < 500 or error.code in NOT_TAKEN):
+                refused(error.code or OTHER_REFUSAL)
+            raise
+        except web.HTTPRequestEntityTooLarge:
+            refused("too_large")
+            raise
+
+    return count
 
 
 @web.middleware

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kilburn.controller.api.asking import Asking, chat_ask, completion_asks
 from kilburn.controller.api.checks import read_as, read_json
-from kilburn.controller.api.errors import ApiError, Handler, bad_request, every_error, failure, refusal
+from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error, failure, refusal
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Layout, to_json
 from kilburn.controller.api.messages import for_template
@@ -124,6 +124,8 @@ class Routes:
         while not answer.is_over:
             deltas = await answer.deltas()
             if (broken := _broken(answer, deltas)) is not None:
+                if answer.refused is not None and broken.code is not None:
+                    self._service.streams.counts.refusal(broken.code)  # it has begun to answer: nobody else will
                 await events.end(broken)
                 return events.response
             await events.send([chunk for delta in deltas for chunk in layout.chunks(delta)])
@@ -242,7 +244,8 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("GET", "/live", routes.live, Access.OPEN),
     ]
     guard = Guard(keyring, {handler: access for _, _, handler, access in table})
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[every_error, guard.middleware()])
+    middlewares = [every_error, counting(service.streams.counts.refusal), guard.middleware()]
+    app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     for method, path, handler, _ in table:
         app.router.add_route(method, path, handler)
     app.on_response_prepare.append(_sign)

@@ -8,10 +8,11 @@ included. The one thing that this file does to memory is to let go of it.
 """
 
 from bisect import insort
+from collections import Counter
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.departure import Departure, Why
+from kilburn.controller.core.departure import Departure, Way, Why
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
@@ -32,6 +33,7 @@ class Lineup:
         self.free_rows = list(range(max_rows - 1, -1, -1))
         self.returning: list[tuple[Group, Departure]] = []  # on rows, with less than they had when they left
         self.num_recomputed = self.num_swapped_out = self.num_swapped_in = 0  # groups
+        self.preempted: Counter[tuple[Way, Why]] = Counter()  # the same by what decided it
 
     # --- questions
 
@@ -114,6 +116,7 @@ class Lineup:
 
     def _depart(self, group: Group, departure: Departure | None, effects: list[Effect]) -> None:
         group.departure = departure
+        self.preempted[(Way.RECOMPUTE, Why.LOST) if departure is None else (departure.way, departure.why)] += 1
         text = f"by recompute: {Why.LOST.value}" if departure is None else departure.text
         effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, {text}"))
 
@@ -139,6 +142,7 @@ class Lineup:
             sequence.leave(State.WAITING)
         group.departure = None
         self.num_recomputed += 1
+        self.preempted[Way.RECOMPUTE, Why.LOST] += 1
 
     def _give_back_reserved(self, group: Group) -> None:
         self.free_rows.extend(group.reserved_rows)

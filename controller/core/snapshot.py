@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.histogram import Spread
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
@@ -51,6 +52,7 @@ class GroupSnapshot:
     pinned_blocks: int  # that named prefixes hold, or will
     pinned_owned_blocks: int  # that they hold now, each once
     swapped_requests: int
+    preempted: dict[tuple[Way, Why], int]  # groups, by the way they left and by what decided that
     preempted_by_recompute: int
     preempted_by_swap: int
     swapped_in: int
@@ -179,6 +181,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         pinned_blocks=scheduler.line.num_pinned_blocks,
         pinned_owned_blocks=len(set(scheduler.line.pinned_blocks)),
         swapped_requests=sum(group.is_swapped for group in scheduler.line.waiting),
+        preempted=dict(scheduler.line.preempted),
         preempted_by_recompute=scheduler.line.num_recomputed,
         preempted_by_swap=scheduler.line.num_swapped_out,
         swapped_in=scheduler.line.num_swapped_in,

@@ -7,7 +7,7 @@ import pytest
 
 from kilburn.controller.choice import Ask, Delta
 from kilburn.controller.core.events import Cancel, Emit, Event, Finished, Refusal, Refused, Started, Stop, Submit
-from kilburn.controller.streams import Answer, Streams
+from kilburn.controller.streams import Answer, Streams, TextEffect
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
 from tests.api.vocabularies import byte_level
@@ -30,12 +30,15 @@ class Bench:
         self.streams.turn_ended()
         return await asking
 
+    def perform(self, effect: TextEffect) -> None:
+        self.streams.perform(effect, asyncio.get_running_loop().time())
+
     def say(self, request_id: int, text: str, index: int = 0) -> None:
         for id in ids_of(text):
-            self.streams.perform(Emit(request_id, index, id))
+            self.perform(Emit(request_id, index, id))
 
     def finish(self, request_id: int, reason: FinishReason, index: int = 0) -> None:
-        self.streams.perform(Finished(request_id, index, reason))
+        self.perform(Finished(request_id, index, reason))
 
 
 def ask(stops: Sequence[str] = (), n: int = 1, **sampling: object) -> Ask:
@@ -57,6 +60,24 @@ async def test_a_reader_that_comes_late_gets_one_delta() -> None:
     assert answer.is_over
     assert await answer.deltas() == []
     assert bench.streams.num_open == 0
+
+
+async def test_the_outbox_is_what_readers_of_streams_have_not_taken() -> None:
+    bench = Bench()
+    streamed, whole = await bench.ask(ask()), await bench.ask(ask())
+    bench.say(1, "x")
+    await streamed.deltas()
+    assert (bench.streams.num_answers, bench.streams.outbox_characters()) == (2, 0)
+    bench.say(1, "hello world")
+    bench.say(2, "hello world")  # nobody could take that before its end
+    assert bench.streams.outbox_characters() == len("hello world")
+    bench.finish(1, LENGTH)
+    assert bench.streams.outbox_characters() == len("hello world"), "over, and still to be read"
+    await streamed.deltas()
+    assert bench.streams.outbox_characters() == 0
+    for answer in (streamed, whole):
+        bench.streams.leave(answer)
+    assert bench.streams.num_answers == 0
 
 
 async def test_a_reader_that_waits_is_woken() -> None:
@@ -88,7 +109,8 @@ async def test_after_its_stop_string_a_sequence_is_not_listened_to() -> None:
     bench.finish(1, LENGTH, index=1)
     assert await answer.deltas() == [Delta(1, "fine", [], LENGTH)]
     assert answer.is_over
-    assert bench.streams.counts.requests == {"length": 1}
+    finished = bench.streams.counts.finished
+    assert {reason: number for reason, number in finished.items() if number} == {LENGTH: 1}
 
 
 async def test_a_stop_string_in_the_last_letters() -> None:
@@ -97,7 +119,7 @@ async def test_a_stop_string_in_the_last_letters() -> None:
     answer = await bench.ask(ask(["\ufffd"]))
     half = ids_of("\U0001f600")[:2]
     for id in (*ids_of("ab"), *half):
-        bench.streams.perform(Emit(1, 0, id))
+        bench.perform(Emit(1, 0, id))
     bench.finish(1, LENGTH)
     assert await answer.deltas() == [Delta(0, "ab", [], STOP)]
 
@@ -139,7 +161,7 @@ async def test_one_refused_prompt_refuses_all() -> None:
     refused = Refused(2, Refusal.QUEUE_FULL, "full")
     waiting = asyncio.ensure_future(answer.deltas())
     await asyncio.sleep(0)
-    bench.streams.perform(refused)
+    bench.perform(refused)
     assert await waiting == []
     assert answer.refused == refused
     assert answer.is_over
@@ -150,8 +172,8 @@ async def test_one_refused_prompt_refuses_all() -> None:
 async def test_cached_tokens_and_counts() -> None:
     bench = Bench()
     answer = await bench.ask(ask(), Ask([1, 2, 3], 5, Sampling()))
-    bench.streams.perform(Started(1, 0))
-    bench.streams.perform(Started(2, 2))
+    bench.perform(Started(1, 0))
+    bench.perform(Started(2, 2))
     bench.say(2, "ab")
     assert (answer.cached_tokens, answer.num_prompt_tokens, answer.num_tokens) == (2, 4, len(ids_of("ab")))
     counts = bench.streams.counts
@@ -176,7 +198,7 @@ async def test_a_fault_in_one_text_fails_that_request_only() -> None:
     bench = Bench()
     first, second = await bench.ask(ask()), await bench.ask(ask())
     bench.say(1, "ab")
-    bench.streams.perform(Emit(1, 0, -5))  # no id that any tokenizer takes
+    bench.perform(Emit(1, 0, -5))  # no id that any tokenizer takes
     bench.say(2, "fine")
     bench.finish(2, LENGTH)
     (broken,) = await first.whole()

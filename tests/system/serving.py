@@ -100,7 +100,7 @@ class Service:
     def owned_blocks(self) -> float:
         """Blocks that some sequence holds now, from /metrics."""
         text = httpx.get(f"{self.address}/metrics", timeout=10).text
-        lines = [line for line in text.splitlines() if re.match(r'kilburn_blocks\{.*state="owned"', line)]
+        lines = [line for line in text.splitlines() if re.match(r'kilburn_blocks\{.*tier="device",state="owned"', line)]
         assert lines, text
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
