@@ -70,6 +70,7 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         max_waiting=settings.max_waiting,
         most_pinned=settings.pinned_percent / 100,
         preemption=Preemption(settings.preemption),
+        aging_s=settings.aging_seconds,
     )
 
 

@@ -66,6 +66,9 @@ class ControllerSettings(Settings):
     )
     curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
     max_waiting: int = setting(1024, Count(1, 1_000_000), "requests that may wait; more are turned away (429)")
+    aging_seconds: float = setting(
+        60.0, Duration(0.0, 86400.0), "waiting that makes up for one level of `priority`; 0: nothing does"
+    )
     max_choices: int = setting(128, Count(1, 128), "sequences that one request may ask for (n, best_of, beams)")
     max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
     pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")

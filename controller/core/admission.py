@@ -3,9 +3,14 @@
     waiting   --> hits on the device (named prefixes first), hits on the host, new blocks for the rest --> running
     swapped   --> what is still on the device is adopted, the rest comes back from the host            --> running
 
-Only the head of the line is ever tried: whoever does not fit holds up those behind, and so is never overtaken.
+Only the head of the line (turns.py) is ever tried: whoever does not fit holds up those behind, and so is never
+overtaken. One who had his turn by waiting is still the first to be preempted by the more urgent, and may be more than
+once. But he is then at the head again and nobody new comes before him; nor does anybody get what is left of a step's
+budget before he has computed all his tokens. So he goes on by a token at least each time, and comes to his end.
 Admission takes the blocks of all tokens known by then, so that only decoding can run out of them.
 """
+
+from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Started
@@ -21,6 +26,14 @@ from kilburn.shared.types import FinishReason
 TOO_SMALL = "the block pool is too small for this request; raise --kv-memory"
 
 
+class Hold(Enum):
+    """What the head of the line waits for."""
+
+    BLOCKS = "blocks"
+    ROWS = "rows"
+    BUDGET = "budget"  # of the next step
+
+
 class Admission:
     """See the file's head."""
 
@@ -28,24 +41,32 @@ class Admission:
         self._line, self._memory, self._counters = line, line.memory, counters
         self._pool, self._block_size = line.memory.device, line.memory.block_size
         self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
+        self.hold = Hold.BUDGET  # what the head of the line waited for when it was last looked at
         # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
         self._watermark = self._pool.num_blocks // 100
 
     def admit(self, draft: Draft, effects: list[Effect]) -> None:
         """Whoever fits, from the head of the line."""
         line = self._line
-        while draft.budget and line.waiting:
-            group = line.waiting[0]
+        while draft.budget:
+            group = line.waiting.head()
+            if group is None:
+                return
+            if self.lacks_rows(group):
+                self.hold = Hold.ROWS
+                return
             now_so = (group.request_id, self._pool.num_available, bool(line.running))
-            if self.lacks_rows(group) or self._stuck == now_so:
+            if self._stuck == now_so:
+                self.hold = Hold.BLOCKS
                 return
             if self._come_back(draft, group, effects) if group.is_swapped else self._start(draft, group, effects):
                 self._stuck = None
                 continue
-            self._stuck = now_so
+            self._stuck, self.hold = now_so, Hold.BLOCKS
             if line.running or draft.moves:
                 return
             line.fail(group, TOO_SMALL, effects)
+        self.hold = Hold.BUDGET
 
     def _has_spare(self, num_blocks: int) -> bool:
         return self._pool.num_available - num_blocks >= (self._watermark if self._line.running else 0)
@@ -68,7 +89,7 @@ class Admission:
 
         It may have begun before the prefix was complete, though it was accepted because it shares it.
         """
-        if any(isinstance(waiting, PinGroup) for waiting in self._line.waiting):
+        if self._line.waiting.pins:
             return True
         first = group.live[0]
         pinned, run = self._pinned_run(group)

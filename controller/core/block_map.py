@@ -105,10 +105,10 @@ def request_rows(homes: Iterable[Home], homeless: Sequence[Group]) -> list[Reque
     for home in homes:
         line, name = home.scheduler.line, home.lease.hello.name
         rows += [_row(group, name, None) for group in (*line.pinned, *line.running)]
-        if line.waiting:
-            first = line.waiting[0]
+        first = line.waiting.head()
+        if first is not None:
             rows.append(_row(first, name, _wait_of_first(home, first)))
-            rows += [_row(group, name, Wait.LINE) for group in line.waiting[1:]]
+            rows += [_row(group, name, Wait.LINE) for group in line.waiting if group is not first]
     return rows
 
 

@@ -50,6 +50,7 @@ from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
+from kilburn.controller.core.turns import turn_of
 from kilburn.shared.digest import BlockHasher
 from kilburn.shared.messages import (
     Beat,
@@ -78,6 +79,7 @@ class EngineSettings:
     max_waiting: int = 1024  # requests that wait, preempted ones included
     most_pinned: float = 0.5  # of a pool, by named prefixes
     preemption: Preemption = Preemption.AUTO
+    aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
 
 
 @dataclass(slots=True)
@@ -194,6 +196,7 @@ class Engine:
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
         group = _group(submit, place, Salt(submit.salt, public_run(submit.prompt, self._prefixes.values())))
+        group.turn = turn_of(place, now, self.settings.aging_s)
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
             effects.append(Started(submit.request_id, 0))
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
@@ -402,9 +405,9 @@ class Engine:
         return since + self.settings.step_deadline_s
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
-        """A home for each group without one, in order of place; a word to those who have waited too long."""
+        """A home for each group without one, in order of their turns; a word to those who have waited too long."""
         remaining: list[_Homeless] = []
-        for homeless in sorted(self._homeless, key=lambda h: h.group.place):
+        for homeless in sorted(self._homeless, key=lambda h: h.group.turn):
             group = homeless.group
             home = choose(self._homes.values(), group)
             if home is not None:
@@ -482,7 +485,7 @@ class Engine:
         placed = {
             g.request_id
             for home in self._homes.values()
-            for g in home.scheduler.line.running + home.scheduler.line.waiting
+            for g in (*home.scheduler.line.running, *home.scheduler.line.waiting)
             if not isinstance(g, PinGroup)
         }
         homeless = {entry.group.request_id for entry in self._homeless}

@@ -30,11 +30,11 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
     rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
     if sorted(rows + line.free_rows) != list(range(line.max_rows)):
         raise LawBroken("a row is used twice, or lost")
-    for groups in (line.running, line.waiting):
-        if [g.place for g in groups] != sorted(g.place for g in groups):
-            raise LawBroken("groups out of order")
-        if any(not group.live for group in groups):
-            raise LawBroken("a group with nothing left to do")
+    if [g.place for g in line.running] != sorted(g.place for g in line.running):
+        raise LawBroken("groups out of order")
+    line.waiting.validate()
+    if any(not group.live for group in (*line.running, *line.waiting)):
+        raise LawBroken("a group with nothing left to do")
     positions = dict.fromkeys(sequences, 0)
     for sequence, epoch, count in in_flight:
         if sequence in positions and epoch == sequence.epoch:

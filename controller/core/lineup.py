@@ -3,8 +3,9 @@
     waiting  --(admitted: rows, blocks)-->  running  --(ended)-->  gone
              <--(preempted, evacuated)---
 
-Both lists are in order of place. A group's rows are its own from admission on, those of sequences still to be forked
-included. The one thing that this file does to memory is to let go of it.
+Those who run are in order of place, those who wait in order of their turns (turns.py). A group's rows are its own from
+admission on, those of sequences still to be forked included. The one thing that this file does to memory is to let
+go of it.
 """
 
 from bisect import insort
@@ -17,6 +18,7 @@ from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, Not
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
+from kilburn.controller.core.turns import Turns
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.types import FinishReason
 
@@ -27,7 +29,7 @@ class Lineup:
     def __init__(self, memory: Memory, max_rows: int, name: str) -> None:
         self.memory, self.max_rows, self.name = memory, max_rows, name
         self.running: list[Group] = []
-        self.waiting: list[Group] = []
+        self.waiting = Turns()
         self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
         self.free_rows = list(range(max_rows - 1, -1, -1))
@@ -62,12 +64,11 @@ class Lineup:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait. Named prefixes are before them in line, and no requests."""
-        num_pins = next((i for i, g in enumerate(self.waiting) if not isinstance(g, PinGroup)), len(self.waiting))
-        return len(self.waiting) - num_pins
+        """Requests that wait."""
+        return self.waiting.num_requests
 
     def enqueue(self, group: Group) -> None:
-        insort(self.waiting, group, key=lambda g: g.place)
+        self.waiting.add(group)
 
     @property
     def load(self) -> int:
@@ -186,7 +187,7 @@ class Lineup:
             group.departure = None
             for sequence in group.live:
                 sequence.chain = []  # the next worker may have blocks of another size
-        self.waiting = []
+        self.waiting.clear()
         return groups
 
     # --- ends

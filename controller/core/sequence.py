@@ -167,7 +167,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where a group stands in line: priority first, then arrival. It keeps its place for life."""
+    """Where a group stands among those who run: priority first, then arrival. It keeps its place for life."""
 
     priority: int
     arrival: int
@@ -188,10 +188,12 @@ class Group:
         "n",
         "num_draws",
         "num_preempted",
+        "num_prompt",
         "place",
         "request_id",
         "reserved_rows",
         "salt",
+        "turn",
     )
 
     def __init__(
@@ -205,6 +207,8 @@ class Group:
         salt: Salt = UNSALTED,
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
+        self.turn: tuple[float, int] = (place.priority, place.arrival)  # when it is admitted: see turns.py
+        self.num_prompt = len(prompt)
         self.has_started = False
         self.cached_tokens = 0  # of its prompt, when it first began
         self.num_preempted = 0

@@ -6,6 +6,7 @@ from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.histogram import Spread
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
+from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.step import Counters
 
 
@@ -147,6 +148,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
     pool, hello, memory = scheduler.pool, home.lease.hello, scheduler.memory
     sequences = [sequence for group in scheduler.line.running for sequence in group.live]
     counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
+    reasons = waiting_reasons(scheduler)
     return GroupSnapshot(
         name=hello.name,
         lease=lease.id,
@@ -182,6 +184,8 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         pinned_owned_blocks=len(set(scheduler.line.pinned_blocks)),
         swapped_requests=sum(group.is_swapped for group in scheduler.line.waiting),
         preempted=dict(scheduler.line.preempted),
+        waiting_tokens=scheduler.line.waiting.num_tokens,
+        preempted_waiting=len(scheduler.line.waiting.returned),
         preempted_by_recompute=scheduler.line.num_recomputed,
         preempted_by_swap=scheduler.line.num_swapped_out,
         swapped_in=scheduler.line.num_swapped_in,
@@ -201,4 +205,18 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         compute_s_per_token=scheduler.costs.compute_s_per_token,
         unanswered_since=scheduler.unanswered_since,
         **counters,
+        **reasons,
     )
+
+
+def waiting_reasons(scheduler: Scheduler) -> dict[str, int]:
+    """How many requests wait for what. Those behind somebody wait for what he waits for."""
+    waiting = scheduler.line.waiting
+    reasons = {"waiting_for_blocks": 0, "waiting_for_rows": 0, "waiting_for_budget": 0, "waiting_for_preempted": 0}
+    hold = f"waiting_for_{scheduler.admission.hold.value}"
+    if waiting.returned:
+        reasons["waiting_for_preempted"] = len(waiting.fresh)
+        reasons[hold] += len(waiting.returned)
+    else:
+        reasons[hold] += len(waiting.fresh)
+    return reasons

@@ -57,6 +57,16 @@ class Clients:
     def live(self) -> list[Case]:
         return [case for case in self.cases.values() if case.is_live]
 
+    def still_waiting(self) -> list[Submit]:
+        """Requests that have not begun and could run on the first worker group."""
+        leaving = {event.request_id for event in self.late}
+        hello = self.scenario.hellos[0]
+        return [
+            case.submit
+            for case in self.live()
+            if not case.is_started and case.request_id not in leaving and self.pins.fits(case.submit, hello)
+        ]
+
     # --- what they ask
 
     def submitted(self, submit: Submit, now: float) -> None:

@@ -15,6 +15,7 @@ from kilburn.controller.core.events import (
     Event,
     Finished,
     Left,
+    Note,
     NotPinned,
     Pin,
     Pinned,
@@ -27,6 +28,7 @@ from kilburn.controller.core.events import (
     Unpin,
 )
 from kilburn.controller.simulate.clients import Clients
+from kilburn.controller.simulate.queueing import Queueing
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases
 from kilburn.shared.messages import Drain, Gone, Goodbye, Hello, StepFailed, StepPlan, StepResult, Welcome
@@ -36,6 +38,7 @@ class Judge:
     def __init__(self, scenario: Scenario) -> None:
         self.leases = Leases(scenario)
         self.clients = Clients(scenario, self.leases)
+        self.queueing = Queueing(scenario, self.leases)
 
     def hear(self, events: Sequence[Event], now: float) -> None:
         """What the core is about to be told. Raises WorldBroken, as `see` does."""
@@ -45,6 +48,7 @@ class Judge:
             match event:
                 case Submit():
                     self.clients.submitted(event, now)
+                    self.queueing.submitted(event, now)
                 case Cancel() | Stop():
                     self.clients.left(event, may_have_spoken)
                     continue
@@ -99,6 +103,8 @@ class Judge:
                     self.clients.refused(effect, now)
                 case Started():
                     self.clients.started(effect, now)
+                    submit = self.clients.cases[effect.request_id].submit
+                    self.queueing.began(submit, self.clients.still_waiting())
                 case Send(peer, Welcome(lease=lease)):
                     self.leases.welcomed(peer, lease, now)
                 case Send(_, Gone(lease=lease)):
@@ -111,6 +117,9 @@ class Judge:
             match effect:
                 case Send(peer, StepPlan() as plan):
                     self.leases.planned(peer, plan, self.clients.cases, self.clients.pins.cases)
+                    self.queueing.planned(self.leases.views[plan.lease], plan, self.clients.cases)
+                case Note():
+                    self.queueing.noted(effect, self.clients.cases)
                 case Send(_, Drain(lease=lease)) if lease in self.leases.views:
                     self.leases.views[lease].is_draining = True
                 case _:

@@ -76,6 +76,7 @@ class Scenario:
     link_s: float  # a message under way takes about so long
     move_s: float  # what workers say a block moved takes, and
     compute_s: float  # a position computed
+    aging_s: float  # of waiting, for a level of priority
 
     @property
     def vocab_size(self) -> int:
@@ -142,6 +143,7 @@ def draw_scenario(seed: int) -> Scenario:
         link_s=rng.choice((0.0005, 0.005, 0.03)),
         move_s=rng.choice((1e-6, 1e-4)),
         compute_s=rng.choice((1e-6, 1e-4)),
+        aging_s=Random(seed ^ 0xA9E).choice((0.0, 0.02, 0.2, 60.0)),
     )
 
 

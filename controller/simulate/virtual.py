@@ -70,6 +70,7 @@ class World:
                 max_waiting=scenario.max_waiting,
                 most_pinned=scenario.most_pinned,
                 preemption=scenario.preemption,
+                aging_s=scenario.aging_s,
             )
         )
         self.judge = Judge(scenario)

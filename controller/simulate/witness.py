@@ -75,6 +75,7 @@ class LeaseView:
     pins: dict[int, int] = field(default_factory=dict)  # prefixes that were pinned -> blocks
     pin_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prefix -> the blocks of its row
     num_lost: int = 0  # blocks that it lost
+    preempted: set[int] = field(default_factory=set)  # requests that were, and wait
     heard_s: float = 0.0
 
 

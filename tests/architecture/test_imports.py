@@ -34,6 +34,7 @@ CORE_LAYERS = (
     ("scheduler", "lease"),
     ("admission", "commit", "laws", "leaving"),
     ("lineup", "step"),
+    ("turns",),
     ("policy", "beam", "prefixes"),
     ("memory",),
     ("sequence",),

@@ -111,7 +111,7 @@ def test_the_client_leaves(bring: Callable[[Hand], None], depth: int) -> None:
     assert not any(isinstance(effect, Finished) for effect in effects), "nobody is there to be told"
     assert 1 not in hand.engine._groups
     if hand.workers:
-        assert all(group.request_id != 1 for group in hand.line().running + hand.line().waiting)
+        assert all(group.request_id != 1 for group in (*hand.line().running, *hand.line().waiting))
     hand.handle(Cancel(1), Cancel(1), Stop(1, 0))
     settle(hand)
     assert {key for key in hand.log.finished if key[0] == 1} == said

@@ -130,7 +130,16 @@ def run_out_of_order(hand: Hand) -> None:
 
 
 def wait_out_of_order(hand: Hand) -> None:
-    hand.line().waiting.reverse()
+    hand.line().waiting.fresh.reverse()
+
+
+def wait_among_the_returned(hand: Hand) -> None:
+    waiting = hand.line().waiting
+    waiting.returned.append(waiting.fresh.pop())
+
+
+def miscount_what_waits(hand: Hand) -> None:
+    hand.line().waiting.num_tokens += 1
 
 
 def run_without_sequences(hand: Hand) -> None:
@@ -197,7 +206,8 @@ def wait_with_progress(hand: Hand) -> None:
 
 
 def lose_a_waiting_request(hand: Hand) -> None:
-    hand.line().waiting.pop()
+    waiting = hand.line().waiting
+    waiting.remove(waiting.fresh[-1])
 
 
 def be_in_two_places(hand: Hand) -> None:
@@ -205,7 +215,8 @@ def be_in_two_places(hand: Hand) -> None:
 
 
 def be_homeless_twice(hand: Hand) -> None:
-    group = hand.line().waiting.pop()
+    group = hand.line().waiting.fresh[-1]
+    hand.line().waiting.remove(group)
     del hand.engine._placed[group.request_id]
     hand.engine._homeless.extend([_Homeless(group, 0.0), _Homeless(group, 0.0)])
 
@@ -227,7 +238,8 @@ SABOTAGES: dict[str, Callable[[Hand], None]] = {
             swap_tables, hold_twice, own_a_free_block, lose_a_free_block, free_a_block_twice, cache_an_owned_block,
             cache_without_a_name, name_a_free_block, misname, quarantine_a_free_block_too, miscount_owned,
             miscount_refs, name_what_is_being_written, share_what_is_being_written, lose_a_row, free_a_running_row,
-            share_a_row, forget_reserved_rows, run_out_of_order, wait_out_of_order, run_without_sequences,
+            share_a_row, forget_reserved_rows, run_out_of_order, wait_out_of_order,
+            wait_among_the_returned, miscount_what_waits, run_without_sequences,
             compute_more_than_was_planned, plan_what_is_not_in_flight, forget_what_is_in_flight, drop_a_flight,
             be_reborn_with_work_in_flight, live_another_life, plan_beyond_the_limit, claim_slots, forget_a_token,
             run_without_a_table, run_while_waiting, wait_while_running, wait_with_a_row, wait_with_progress,

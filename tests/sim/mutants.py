@@ -281,6 +281,23 @@ MUTANTS = [
         "            self._homeless.append(_Homeless(group, now))\n\n    # --- what time",
         "            del self._groups[group.request_id]\n\n    # --- what time",
     ),
+    # --- whose turn it is
+    one("who waits does not rise", "turns.py", "now + place.priority * aging_s if aging_s else", ""),
+    one(
+        "priorities are not heeded", "turns.py", "now + place.priority * aging_s if aging_s else", "now if aging_s else"
+    ),
+    one(
+        "newcomers go before who was preempted",
+        "turns.py",
+        "return fresh if is_urgent and fresh.turn < back.turn else back",
+        "return fresh",
+    ),
+    one(
+        "victims are chosen by their turns",
+        "lineup.py",
+        "        insort(self.running, group, key=lambda g: g.place)",
+        "        insort(self.running, group, key=lambda g: g.turn)",
+    ),
     # --- two tiers
     one(
         "work in flight survives a swap",
