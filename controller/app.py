@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from kilburn.controller.core.policy import Preemption
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.metrics import Metrics, Sources
+from kilburn.controller.page.feed import Feed
+from kilburn.controller.page.picture import Picture, Rates, Totals
 from kilburn.controller.registry import InProcessRegistry, PrefixRegistry
 from kilburn.controller.registry_entries import EntrySigner
 from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
@@ -49,6 +52,7 @@ class Running:
     model_name: str
     driver: Driver
     app: web.Application
+    feed: Feed
 
     def is_ready(self) -> bool:
         """What GET /health says."""
@@ -115,6 +119,14 @@ def _keyring(settings: ControllerSettings) -> Keyring:
     return keyring
 
 
+def _picture(driver: Driver, model_name: str) -> Picture:
+    """What the block map shows now."""
+    counts = driver.streams.counts
+    totals = Totals(counts.prompt_tokens, counts.cached_tokens, counts.output_tokens)
+    now = asyncio.get_running_loop().time()
+    return Picture(model_name, now, driver.engine.block_map(), totals, Rates(), driver.noted.latest())
+
+
 def _curve_keys(settings: ControllerSettings) -> ControllerKeys | None:
     if not settings.curve_keys:
         return None
@@ -163,6 +175,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         asking=Asking(text, driver, salts, settings.max_choices),
         streams=driver.streams,
         names=driver.names,
+        feed=Feed(partial(_picture, driver, model_name), asyncio.get_running_loop().time),
         metrics=Metrics(_sources(settings, driver, link, registry, model_name), settings.vllm_metric_names),
         model_name=model_name,
         created=int(time.time()),
@@ -184,7 +197,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         await runner.setup()
         port = await _listen(runner, settings)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield Running(f"http://{host}:{port}", link.endpoint, model_name, driver, app)
+        yield Running(f"http://{host}:{port}", link.endpoint, model_name, driver, app, service.feed)
     finally:
         await runner.cleanup()
         driver.close()

@@ -1,4 +1,4 @@
-"""The command line: `kilburn serve | controller | worker | plan | keys`.
+"""The command line: `kilburn serve | controller | worker | plan | top | keys`.
 
 A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
 something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is
@@ -20,6 +20,7 @@ from kilburn.shared.config import (
     PlanSettings,
     ServeSettings,
     SettingsError,
+    TopSettings,
     WorkerSettings,
     as_flags,
     complain,
@@ -37,6 +38,9 @@ ABOUT_CONTROLLER = (
 ABOUT_WORKER = "The process that computes: loads a model and runs the plans of the controller that it connects to."
 ABOUT_PLAN = """What a worker would make of a device's memory: weights, what steps need, KV blocks, sequences. Needs no
 accelerator and loads no weights: config.json and the headers of the safetensors files are read."""
+ABOUT_TOP = (
+    "What a running server's memory and requests look like, in this terminal; the page at its address shows the same."
+)
 ABOUT_KEYS = """usage: kilburn keys new FOLDER [WORKER ...]
 
 Makes the keys that let workers connect from other machines: controller.key and workers.allow for the controller, and
@@ -88,6 +92,13 @@ def plan(words: Sequence[str]) -> int:
     return run_plan(settings)
 
 
+def top(words: Sequence[str]) -> int:
+    settings = load_or_exit(TopSettings, words, "kilburn top", ABOUT_TOP, "url")
+    from kilburn.controller.top import run_top
+
+    return run_top(settings)
+
+
 def keys(words: Sequence[str]) -> int:
     match list(words):
         case ["new", folder, *names] if not any(word.startswith("-") for word in (folder, *names)):
@@ -117,6 +128,7 @@ COMMANDS = {
     "controller": Command("controller MODEL", "only the controller; workers connect to it", controller),
     "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
     "plan": Command("plan MODEL", "what fits into a device's memory, before there is a device", plan),
+    "top": Command("top", "a running server's blocks and requests, in this terminal", top),
     "keys": Command("keys new FOLDER", "keys for workers on other machines", keys),
 }
 

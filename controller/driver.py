@@ -35,6 +35,7 @@ from kilburn.controller.core.events import (
 )
 from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
+from kilburn.controller.noted import Noted
 from kilburn.controller.registry import PrefixRegistry
 from kilburn.controller.salts import Salts
 from kilburn.controller.streams import Streams
@@ -76,6 +77,7 @@ class Driver:
         self._peers: dict[int, bytes] = {}  # by process id, for those who watch processes
         self._broken_at = -REPEATED_S
         self._has_workers = asyncio.Event()
+        self.noted = Noted()
         self._num_wanting = 0  # requests that wait to know how long they may be
         self._is_draining = False
         self.names = NamedPrefixes(
@@ -149,6 +151,7 @@ class Driver:
         elif type(effect) is Names:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:
+            self.noted.note(effect, now)
             self._log(effect)
         elif type(effect) is Pinned:
             self.names.perform(effect)

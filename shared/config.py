@@ -4,6 +4,7 @@
     kilburn controller  ControllerSettings
     kilburn worker      WorkerSettings
     kilburn plan        PlanSettings
+    kilburn top         TopSettings
 
 A name that two commands share means the same in both. The command line resolves `model` to a prepared folder; what runs
 behind it (`run_controller`, `python -m kilburn.worker`) is given that folder. Zero, or an empty text, means "choose for
@@ -33,6 +34,7 @@ __all__ = [
     "ServeSettings",
     "Settings",
     "SettingsError",
+    "TopSettings",
     "WorkerSettings",
     "as_flags",
     "complain",
@@ -141,6 +143,15 @@ class ServeSettings(WorkerSettings, ControllerSettings):
 
     bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
     connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")
+
+
+@dataclass(frozen=True)
+class TopSettings(Settings):
+    """Which server is looked at, and how."""
+
+    url: str = setting("http://127.0.0.1:8000", Text("URL"), "the REST API of the server")
+    key_file: str = setting("", Text("FILE"), "file that holds one admin's API key; empty: none")
+    once: bool = setting(False, Switch(), "print what there is as text, and end; so it is where there is no terminal")
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ BUDGETS_S = {
     "core": 75,
     "sim": 260,
     "wire": 90,
-    "kernels": 240,
+    "kernels": 200,
     "worker": 200,
     "api": 100,
+    "page": 75,
     "system": 380,
 }
 LAST_WORDS_S = 10.0

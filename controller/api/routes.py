@@ -26,6 +26,8 @@ from kilburn.controller.choice import Ask, Delta
 from kilburn.controller.health import Health
 from kilburn.controller.metrics import CONTENT_TYPE, Metrics
 from kilburn.controller.named import NamedPrefixes
+from kilburn.controller.page.feed import Feed
+from kilburn.controller.page.routes import PageRoutes
 from kilburn.controller.streams import Answer, Streams
 from kilburn.controller.template import TemplateRefused
 from kilburn.controller.text import ChatOptions, Text
@@ -42,6 +44,7 @@ class Service:
     streams: Streams
     names: NamedPrefixes
     metrics: Metrics
+    feed: Feed
     model_name: str
     created: int  # when this service began, in seconds
     max_len: Callable[[], int | None]
@@ -118,7 +121,7 @@ class Routes:
     async def _stream(
         self, request: web.Request, answer: Answer, layout: Layout, with_usage: bool
     ) -> web.StreamResponse:
-        events = EventStream(request)
+        events = EventStream(request, _engine_ids(request, answer))
         await events.open()
         await events.send(layout.opening(len(answer.choices)))
         while not answer.is_over:
@@ -213,6 +216,11 @@ def _told(reason: str | None) -> web.Response:
     return web.json_response({"status": "unavailable", "reason": reason}, status=503)
 
 
+def _engine_ids(request: web.Request, answer: Answer) -> dict[str, str]:
+    """What the block map calls these requests. For those who may see it: the numbers count everybody's requests."""
+    return {"X-Kilburn-Requests": ",".join(map(str, answer.request_ids))} if request[TENANT].is_admin else {}
+
+
 def _broken(answer: Answer, deltas: Sequence[Delta]) -> ApiError | None:
     """Why an answer can no longer be completed."""
     if answer.refused is not None:
@@ -227,6 +235,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
     """All routes behind the guard. Served with handler_cancellation, or blocks of clients that left stay taken."""
     routes = Routes(service)
     prefixes = PrefixRoutes(service.text, service.names, service.model_name)
+    page = PageRoutes(service.feed)
     table: list[tuple[str, str, Handler, Access]] = [
         ("POST", "/v1/completions", routes.completions, Access.TENANT),
         ("POST", "/v1/chat/completions", routes.chat_completions, Access.TENANT),
@@ -242,6 +251,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("GET", "/health", routes.health, Access.OPEN),
         ("GET", "/ready", routes.ready, Access.OPEN),
         ("GET", "/live", routes.live, Access.OPEN),
+        *page.table(),
     ]
     guard = Guard(keyring, {handler: access for _, _, handler, access in table})
     middlewares = [every_error, counting(service.streams.counts.refusal), guard.middleware()]
@@ -249,6 +259,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
     for method, path, handler, _ in table:
         app.router.add_route(method, path, handler)
     app.on_response_prepare.append(_sign)
+    app.on_shutdown.append(page.close)
     return app
 
 

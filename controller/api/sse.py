@@ -4,7 +4,8 @@ An answer that breaks off after its first byte can no longer change its status: 
 then the stream ends as any does, so that no reader waits for more.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from aiohttp import web
 
@@ -20,9 +21,9 @@ _HEADERS = {
 class EventStream:
     """To be opened, written, ended."""
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: web.Request, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._request = request
-        self.response = web.StreamResponse(headers=_HEADERS)
+        self.response = web.StreamResponse(headers=_HEADERS | dict(headers))
 
     async def open(self) -> None:
         await self.response.prepare(self._request)

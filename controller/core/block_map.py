@@ -22,12 +22,12 @@ CELL_PINNED = 64
 
 
 class Wait(Enum):
-    """Why a request does not run."""
+    """What a request that does not run waits for."""
 
-    WORKER = "no worker"
-    LINE = "others are before it"
-    ROWS = "no free rows"
-    BLOCKS = "too few blocks"
+    WORKER = "a worker"
+    LINE = "those before it"
+    ROWS = "free rows"
+    BLOCKS = "free blocks"
     STEP = "the next step"
 
 
@@ -46,7 +46,7 @@ class RequestRow(NamedTuple):
     host_blocks: int
     cached_tokens: int
     preemptions: int
-    wait: str  # why it does not run; empty: it does
+    wait: str  # what for; empty: it runs
     priority: int
     arrival: int
 
@@ -61,9 +61,6 @@ class WorkerMap:
     lease: int
     device: bytes  # a cell for each block
     host: bytes
-    heard_at: float  # on the clock of whoever drives the engine
-    beat_s: float
-    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +73,12 @@ class BlockMap:
 
 def worker_map(home: Home) -> WorkerMap:
     """The pools of one worker group as they are now."""
-    scheduler, lease = home.scheduler, home.lease
+    scheduler = home.scheduler
     device = scheduler.pool.cells()
     for block in dict.fromkeys(scheduler.line.pinned_blocks):
         device[block] |= CELL_PINNED
     host = scheduler.memory.host.cells()
-    return WorkerMap(lease.id, bytes(device), bytes(host), lease.heard_at, lease.beat_s, lease.silence_s)
+    return WorkerMap(home.lease.id, bytes(device), bytes(host))
 
 
 def all_tables(homes: Iterable[Home]) -> Tables:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from kilburn.controller.app import Running, running_controller
 from kilburn.controller.driver import Driver
+from kilburn.controller.page.feed import Feed
 from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
 from kilburn.controller.simulate.fake_worker import Chooser
 from kilburn.controller.text import Text
@@ -46,6 +47,10 @@ class World:
     @property
     def driver(self) -> Driver:
         return self.running.driver
+
+    @property
+    def feed(self) -> Feed:
+        return self.running.feed
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body, **options) as response:

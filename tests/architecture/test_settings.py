@@ -10,6 +10,7 @@ from kilburn.shared.config import (
     ServeSettings,
     Settings,
     SettingsError,
+    TopSettings,
     WorkerSettings,
     as_flags,
     help_text,
@@ -134,7 +135,7 @@ def test_a_worker_started_with_flags_has_the_settings_that_serve_has() -> None:
     assert (worker.kv_memory, worker.max_rows, worker.dtype) == (96 << 20, 7, "float32")
 
 
-@pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings, PlanSettings])
+@pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings, PlanSettings, TopSettings])
 def test_help_names_every_setting_once_and_fits_a_terminal(cls: type[Settings]) -> None:
     lines = help_text(cls, "kilburn x", "About.").splitlines()
     assert all(len(line) <= 100 for line in lines)

@@ -61,7 +61,7 @@ def test_a_request_from_the_line_to_the_end() -> None:
     hand = Hand(settings_of_depth(1))
     hand.submit(range(9), max_tokens=4)
     waiting = row(expect_true(hand), 1)
-    assert (waiting.worker, waiting.state, waiting.wait, waiting.blocks) == ("", "waiting", "no worker", 0)
+    assert (waiting.worker, waiting.state, waiting.wait, waiting.blocks) == ("", "waiting", "a worker", 0)
     hand.join(num_blocks=6)
     running = row(expect_true(hand), 1)
     assert (running.worker, running.state, running.wait) == ("w", "running", "")
@@ -107,12 +107,12 @@ def test_who_waits_says_for_what() -> None:
     assert [row(expect_true(hand), i).wait for i in (1, 2)] == ["", "the next step"]
     hand.land()
     found = expect_true(hand)
-    assert [row(found, i).wait for i in (1, 2, 3, 4)] == ["", "", "no free rows", "others are before it"]
+    assert [row(found, i).wait for i in (1, 2, 3, 4)] == ["", "", "free rows", "those before it"]
     hand.run()
     hand.submit(range(400, 420), max_tokens=3)
     hand.submit(range(500, 520), max_tokens=3)
     hand.land()
-    assert row(expect_true(hand), 6).wait == "too few blocks"
+    assert row(expect_true(hand), 6).wait == "free blocks"
     hand.run()
 
 
@@ -157,7 +157,7 @@ def test_a_lost_worker_leaves_no_pool_and_its_requests_wait() -> None:
     hand.submit(range(6), max_tokens=3)
     hand.handle(Left(b"w-1", "killed"))
     found = expect_true(hand)
-    assert (found.workers, found.tables, row(found, 1).wait) == ((), {}, "no worker")
+    assert (found.workers, found.tables, row(found, 1).wait) == ((), {}, "a worker")
 
 
 @pytest.mark.parametrize("num_cached", [0, 2, 6])
