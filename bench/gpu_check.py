@@ -79,6 +79,7 @@ def run(place: Any, only: set[str], deadline: float, path: Path, report: dict[st
         "moves": lambda: kernels.moves(place, yardstick),
         "block_sizes": lambda: kernels.block_sizes(place, yardstick),
         "steps": lambda: worker.steps(place),
+        "sampling": lambda: kernels.sampling(place),
     }
     unknown = only - parts.keys()
     if unknown:

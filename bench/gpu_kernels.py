@@ -1,5 +1,6 @@
 """What `gpu_check.py` measures of the kernels themselves: is it right, how fast, and beside what.
 
+sampling     a step's choice of tokens, beside torch's argmax
 twins        each kernel against the reference in float64, poison in what must not be read
 bandwidth    device-to-device copy: the yardstick of everything that only moves memory
 decode       KV bytes read a second, of the yardstick; the same with contiguous addressing, and layer-major storage
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kilburn.kernels import reference
-from kilburn.kernels.contract import Batch, Rope
+from kilburn.kernels.contract import Batch, Odds, Rope
 from kilburn.kernels.triton.kernels import TritonKernels
 from kilburn.kernels.triton.paged_attention import Device, Options, paged_attention
 
@@ -135,7 +136,7 @@ def twins(place: Place) -> list[Row]:
                 worst = _twin(place, dtype, options, seqs, kv_heads, group, head_dim, size)
                 rows.append({"what": name, "dtype": str(dtype), "block_size": size, "worst": worst, "ok": worst <= 1})
     rows += [_eight_bits(place, kind) for kind in (torch.int8, torch.float8_e4m3fn)]
-    return rows
+    return [*rows, *_moves_twin(place), _sampling_twin(place)]
 
 
 # (query positions, context with them) of each sequence: a ragged batch, and a decode
@@ -222,7 +223,71 @@ def _eight_bits(place: Place, stored: torch.dtype) -> Row:
     return {"what": "8 bits", "dtype": str(stored), "block_size": 16, "worst": worst, "ok": worst <= 1}
 
 
+def _moves_twin(place: Place) -> list[Row]:
+    """Blocks from place to place, to the host and back: bit for bit what left arrives, and nothing else moves."""
+    rows, where = [], place.torch_device
+    for words in (12, 1 << 10) if place.is_dry else (12, 1 << 12, 1 << 18):
+        pool = torch.randint(0, 1 << 30, (12, words), dtype=torch.int32)
+        device, host = pool.to(where), torch.zeros((12, words), dtype=torch.int32, pin_memory=not place.is_dry)
+        place.kernels.copy_blocks(device, torch.tensor([[3, 9], [4, 0]], device=where))
+        wanted = pool.clone()
+        reference.copy_blocks(wanted, torch.tensor([[3, 9], [4, 0]]))
+        place.kernels.swap_blocks(device, host, torch.tensor([[9, 1], [5, 2], [6, 3]]))
+        device[[5, 6]] = -1  # handed out at once
+        place.kernels.swap_blocks(host, device, torch.tensor([[2, 7], [1, 11]]))
+        wanted[[7, 11]] = wanted[[5, 9]]
+        wanted[[5, 6]] = -1
+        wrong = int((device.cpu() != wanted).sum())
+        rows.append({"what": "copies and swaps", "block_bytes": 4 * words, "worst": wrong, "ok": wrong == 0})
+    return rows
+
+
+SAMPLINGS = (  # temperature, top_k, top_p, log of min_p
+    (1.0, 0.0, 1.0, -math.inf),
+    (0.7, 50.0, 0.95, -math.inf),
+    (1.5, 0.0, 0.9, -math.inf),
+    (1.0, 0.0, 1.0, -3.0),
+    (1e-8, 0.0, 1.0, -math.inf),
+)
+
+
+def sampling_of(place: Place, num_rows: int, vocab: int, draws_each: int = 1) -> tuple[Tensor, Odds]:
+    logits = drawn(place.torch_device, torch.float32, num_rows, vocab) * 3.0
+    rows = torch.tensor([SAMPLINGS[row % len(SAMPLINGS)] for row in range(num_rows)], dtype=torch.float64)
+    draws = [[row, 7 * row + 1, stream, 1000 + row] for row in range(num_rows) for stream in range(draws_each)]
+    return logits, Odds(rows.to(place.torch_device), torch.tensor(draws).to(place.torch_device))
+
+
+def _sampling_twin(place: Place) -> Row:
+    """Draws by every kind of cut, and the likeliest tokens. A draw at an edge (1e-6 of the mass) may fall beside it."""
+    vocab, num_rows = (777, 5) if place.is_dry else (128256, 20)
+    logits, odds = sampling_of(place, num_rows, vocab, draws_each=8)
+    got, best = place.kernels.sample(logits, odds), place.kernels.likeliest(logits, 9)
+    wanted = reference.sample(logits.cpu(), Odds(odds.rows.cpu(), odds.draws.cpu()))
+    wanted_best = reference.likeliest(logits.cpu(), 9)
+    others = int((got.tokens.cpu() != wanted.tokens).sum())
+    exact = torch.equal(got.best.cpu(), wanted.best) and torch.equal(best.ids.cpu(), wanted_best.ids)
+    worst = float((best.log_probs.cpu() - wanted_best.log_probs).abs().max()) / 1e-4
+    ok = exact and worst <= 1 and others <= len(odds.draws) // 50
+    return {"what": "sample", "draws": len(odds.draws), "draws_beside": others, "worst": worst, "ok": ok}
+
+
 # --- fast
+
+
+def sampling(place: Place) -> list[Row]:
+    """Microseconds of a step's choice over the vocabulary of an 8B model: greedy, drawn, cut; 20 log probabilities."""
+    rows, vocab = [], 700 if place.is_dry else 128256
+    for batch in (2,) if place.is_dry else (1, 64, 256):
+        logits, odds = sampling_of(place, batch, vocab)
+        row: Row = {"batch": batch, "greedy_us": place.seconds(lambda: place.kernels.sample(logits)) * 1e6}  # noqa: B023
+        for name, kind in (("drawn", SAMPLINGS[0]), ("cut", SAMPLINGS[1])):
+            odds.rows.copy_(torch.tensor(kind, dtype=torch.float64))
+            row[f"{name}_us"] = place.seconds(lambda: place.kernels.sample(logits, odds)) * 1e6  # noqa: B023
+        row["logprobs_us"] = place.seconds(lambda: place.kernels.likeliest(logits, 20)) * 1e6  # noqa: B023
+        row["argmax_us"] = place.seconds(lambda: logits.argmax(dim=1)) * 1e6  # noqa: B023
+        rows.append(row)
+    return rows
 
 
 def bandwidth(place: Place) -> float:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kilburn.kernels.contract import Batch, Rope
+from kilburn.kernels.contract import Batch, Odds, Rope
 
 
 def said(tensor: Tensor) -> str:
@@ -109,3 +109,20 @@ def check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:
     if lowest < 0 or source >= num_sources or destination >= num_destinations:
         of = f"{num_sources} and {num_destinations} blocks"
         raise ValueError(f"pairs: {lowest} to ({source}, {destination}) is out of bounds of {of}")
+
+
+def check_odds(logits: Tensor, odds: Odds | None) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or not logits.shape[1] or logits.stride(1) != 1:
+        raise ValueError(f"logits {said(logits)}: want float32 [R, V], V above 0, each row contiguous")
+    if odds is None:
+        return
+    rows, draws = odds.rows, odds.draws
+    if rows.shape != (len(logits), 4) or rows.dtype != torch.float64 or not rows.is_contiguous():
+        raise ValueError(f"odds.rows {said(rows)}: want float64 [{len(logits)}, 4], contiguous")
+    if draws.dim() != 2 or draws.shape[1] != 4 or draws.dtype != torch.int64 or not draws.is_contiguous():
+        raise ValueError(f"odds.draws {said(draws)}: want int64 [D, 4], contiguous")
+
+
+def check_count(logits: Tensor, count: int) -> None:
+    if not 0 <= count <= logits.shape[1]:
+        raise ValueError(f"count {count}: want 0 or more, and no more than the {logits.shape[1]} tokens of logits")

@@ -57,6 +57,43 @@ class Shapes:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    vocab: int = 0  # 0: nothing is sampled
+
+
+@dataclass(slots=True)
+class Odds:
+    """How rows of logits are drawn from. Both tensors are contiguous and on the device of the logits.
+
+    rows   float64 [R, 4]   temperature    above 0: what the logits are divided by; else nothing is drawn from this row
+                            top_k          0 or less, or the vocabulary and more: no cut
+                            top_p          1 or more: no cut; 0 or less: what equals the likeliest
+                            least          log of min_p: the least logit under the highest, over temperature, that
+                                           stands; -inf: no cut
+    draws  int64 [D, 4]     row            whose logits
+                            seed           the 64 bits of it
+                            stream, position
+    """
+
+    rows: Tensor
+    draws: Tensor
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What a set found in R rows of logits, and D draws from them."""
+
+    top: Tensor  # float32 [R]: the highest logit; NaN if any is
+    best: Tensor  # int64 [R]: the first token that has it; arbitrary where top is not finite
+    tokens: Tensor  # int64 [D]; arbitrary for a row whose top is not finite or whose temperature is 0
+
+
+@dataclass(slots=True)
+class Likeliest:
+    """The likeliest tokens of R rows, best first, of equals the lower id."""
+
+    log_total: Tensor  # float32 [R]: log of the sum of the exponentials of a row's logits
+    ids: Tensor  # int64 [R, n]
+    log_probs: Tensor  # float32 [R, n]
 
 
 class Kernels(Protocol):
@@ -110,3 +147,20 @@ class Kernels(Protocol):
 
     def swap_blocks(self, source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) -> None:
         """destination_pool[destination] = source_pool[source] for each row of pairs, int64 [n, 2]."""
+
+    def sample(self, logits: Tensor, odds: Odds | None = None) -> Sampled:
+        """The likeliest token of each row, and the draws that `odds` asks for. logits float32 [R, V], rows contiguous.
+
+            scaled = (logit - highest) / temperature    in float32
+            top_k   stands if scaled is that of the k-th likeliest token or above
+            top_p   stands if scaled is at or above the highest value at which the mass e^scaled of what is at or above
+                    it reaches top_p of the mass that top_k left
+            min_p   stands if scaled >= least
+
+        Every cut is a floor: equals stand or fall together. A draw is the first token, in the order of ids, at which
+        the cumulative mass of what stands exceeds u times their total, u = philox.uniform(seed, stream, position).
+        """
+
+    def likeliest(self, logits: Tensor, count: int) -> Likeliest:
+        """The `count` likeliest tokens of each row and their log probabilities. logits as for `sample`, all finite or
+        -inf; 0 <= count <= V."""

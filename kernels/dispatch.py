@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels import reference
-from kilburn.kernels.contract import Batch, Kernels, Rope, Shapes
+from kilburn.kernels.contract import Batch, Kernels, Likeliest, Odds, Rope, Sampled, Shapes
 
 if TYPE_CHECKING:
     from kilburn.kernels.cpu.products import FewRows, PanelProduct
 
-__all__ = ["Batch", "Kernels", "Rope", "Shapes", "can_capture", "few_rows_product", "kernels_for"]
+__all__ = [
+    "Batch",
+    "Kernels",
+    "Likeliest",
+    "Odds",
+    "Rope",
+    "Sampled",
+    "Shapes",
+    "can_capture",
+    "few_rows_product",
+    "kernels_for",
+]
 
 
 def kernels_for(device: torch.device) -> Kernels:

@@ -6,10 +6,12 @@ float64. Nothing here is fast: attention gathers one sequence's context at a tim
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kilburn.kernels.contract import Batch, Rope, Shapes
+from kilburn.kernels.contract import Batch, Likeliest, Odds, Rope, Sampled, Shapes
+from kilburn.kernels.philox import uniform
 
 name = "reference (plain torch; slow)"
 
@@ -109,3 +111,42 @@ def swap_blocks(source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) ->
     source, destination = pairs.unbind(1)
     read = source_pool[source.to(source_pool.device)]
     destination_pool[destination.to(destination_pool.device)] = read.to(destination_pool.device)
+
+
+def sample(logits: Tensor, odds: Odds | None = None) -> Sampled:
+    top, best = logits.max(dim=1)
+    best = (logits == top[:, None]).to(torch.int8).argmax(dim=1)  # of equals the first
+    if odds is None:
+        return Sampled(top, best, best[:0])
+    mass = torch.stack([_mass(*row) for row in zip(logits, top, odds.rows.tolist(), strict=True)])
+    rows, *words = odds.draws.cpu().numpy().T
+    u = torch.from_numpy(uniform(*(word.astype(np.uint64) for word in words))).to(logits.device)
+    cumulative = mass[torch.from_numpy(rows).to(logits.device)].cumsum(dim=1)
+    total = cumulative[:, -1]
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))  # rounded up, none is past it
+    return Sampled(top, best, (cumulative > target[:, None]).to(torch.int8).argmax(dim=1))
+
+
+def _mass(logits: Tensor, top: Tensor, odds: list[float]) -> Tensor:
+    """What each token of one row weighs in a draw: float64 [V], 0 where it is cut off."""
+    temperature, top_k, top_p, least = odds
+    if temperature <= 0.0 or not bool(torch.isfinite(top)):
+        return torch.zeros_like(logits, dtype=torch.float64)
+    # Rounded as every set does, so that the same tokens are equals.
+    scaled = ((logits - top) / torch.tensor(temperature, dtype=torch.float32)).double()
+    floor = float(np.float32(least))
+    ranked = scaled.sort(descending=True).values
+    if 0 < top_k < len(logits):
+        kth = float(ranked[int(top_k) - 1])
+        floor, ranked = max(floor, kth), ranked[ranked >= kth]
+    if top_p < 1.0:
+        reached = ranked.exp().cumsum(dim=0)
+        floor = max(floor, float(ranked[int((reached < top_p * reached[-1]).sum())]))
+    return torch.where(scaled >= floor, scaled.exp(), 0.0)
+
+
+def likeliest(logits: Tensor, count: int) -> Likeliest:
+    ids = logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    log_probs = torch.log_softmax(logits.double(), dim=1)
+    log_total = torch.logsumexp(logits.double(), dim=1)
+    return Likeliest(log_total.float(), ids, log_probs.gather(1, ids).float())

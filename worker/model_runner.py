@@ -156,7 +156,7 @@ class ModelRunner:
         for start in range(0, len(seqs), self.rows_at_once):
             turn = slice(start, start + self.rows_at_once)
             logits = self.model.logits(hidden[last[turn]])
-            turns.append(choose(logits, self.rows.knobs, rows[turn], positions[turn]))
+            turns.append(choose(logits, self.rows.knobs, rows[turn], positions[turn], self.kernels))
         return Drawn(seqs, _joined(turns, self.rows_at_once))
 
 

@@ -187,6 +187,7 @@ def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kern
             head_dim=config.head_dim,
             block_size=layout.block_size,
             dtype=getattr(torch, layout.dtype),
+            vocab=config.vocab_size,
         ),
         Progress(),
     )

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels import checks, reference
-from kilburn.kernels.contract import Batch, Rope, Shapes
+from kilburn.kernels.contract import Batch, Likeliest, Odds, Rope, Sampled, Shapes
 from kilburn.kernels.cpu import arguments as words
+from kilburn.kernels.cpu import sampling
 from kilburn.kernels.cpu.arguments import Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.team import Fork, Team
@@ -196,6 +197,12 @@ class CpuKernels:
             )
             self._moves.begin(pairs.data_ptr(), source_pool.data_ptr(), destination_pool.data_ptr())
             self._run("move_blocks", 0, self._moves, len(pairs) * block_bytes)
+
+    def sample(self, logits: Tensor, odds: Odds | None = None) -> Sampled:
+        return sampling.sample(logits, odds)
+
+    def likeliest(self, logits: Tensor, count: int) -> Likeliest:
+        return sampling.likeliest(logits, count)
 
 
 class Scratch:

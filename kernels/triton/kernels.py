@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kilburn.kernels.contract import Batch, Rope, Shapes
-from kilburn.kernels.triton import copy_blocks, kv_write, paged_attention, rms_norm, silu_mul, swap_blocks
+from kilburn.kernels.contract import Batch, Likeliest, Odds, Rope, Sampled, Shapes
+from kilburn.kernels.triton import copy_blocks, kv_write, paged_attention, rms_norm, sample, silu_mul, swap_blocks
 from kilburn.kernels.triton.launch import check_device
 from kilburn.kernels.triton.paged_attention import Device, Options
 from kilburn.kernels.triton.swap_blocks import Aside
@@ -45,6 +45,13 @@ class TritonKernels:
             self.add_rms_norm(x, x.clone(), x[0], eps=1e-6)
             self.silu_mul(torch.zeros((queries, 2 * shapes.intermediate), dtype=dtype, device=place))
         self.copy_blocks(pool, torch.tensor([[0, 1]], device=place))
+        if shapes.vocab:
+            logits = torch.zeros((1, shapes.vocab), device=place)
+            rows = torch.ones((1, 4), dtype=torch.float64, device=place)
+            odds = Odds(rows, torch.zeros((1, 4), dtype=torch.int64, device=place))
+            for asked in (None, odds):
+                self.sample(logits, asked)
+            self.likeliest(logits, 1)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -107,6 +114,18 @@ class TritonKernels:
     def swap_blocks(self, source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) -> None:
         with self._aside():
             swap_blocks.swap_blocks(source_pool, destination_pool, pairs, self._torch_device)
+
+    def sample(self, logits: Tensor, odds: Odds | None = None) -> Sampled:
+        sampled, launches = sample.sample(logits, odds)
+        for launch in launches:
+            launch.run()
+        return sampled
+
+    def likeliest(self, logits: Tensor, count: int) -> Likeliest:
+        found, launches = sample.likeliest(logits, count)
+        for launch in launches:
+            launch.run()
+        return found
 
 
 def _first_positions(queries: int, place: torch.device) -> Batch:

@@ -134,7 +134,8 @@ def _turns(
     return b_acc, b_max, b_sum
 
 
-@triton.jit
+# What differs from step to step is not specialised, or a number that 16 divides would be compiled for in a request.
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "stride_table"])
 def _attention_kernel(
     out_ptr,  # [T, Hq, D]; parts float32 [T, Hq, SPLITS, D] with more than one split
     lse_ptr,  # float32 [T, Hq, SPLITS], log2; not written with one split

@@ -23,7 +23,7 @@ from kilburn.kernels.triton.launch import Launch, check_dtype, padded
 TILE = 1024  # values of narrow rows that a program takes together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     y_ptr,  # [n, H], contiguous
     x_ptr,  # [n // inner, inner, H]

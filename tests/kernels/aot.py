@@ -29,17 +29,19 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kilburn.kernels.contract import Batch, Rope
+from kilburn.kernels.contract import Batch, Odds, Rope
 from kilburn.kernels.triton.copy_blocks import copy_blocks
 from kilburn.kernels.triton.kv_write import kv_write
 from kilburn.kernels.triton.launch import Launch
 from kilburn.kernels.triton.paged_attention import Device, Options, paged_attention
 from kilburn.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from kilburn.kernels.triton.sample import likeliest, sample
 from kilburn.kernels.triton.silu_mul import silu_mul
 from kilburn.kernels.triton.tilings import ARCHITECTURES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -113,7 +115,17 @@ def small() -> list[tuple[str, Launch]]:
         ("kv_write, pairs", kv_write(q, k, v, kv, batch, pairs)),
         ("kv_write, no rope", kv_write(q, k, v, kv, batch, None)),
         ("copy_blocks", copy_blocks(pool, pool, moves)),
+        *sampling(),
     ]
+
+
+def sampling() -> Iterator[tuple[str, Launch]]:
+    logits = nowhere(64, 128256, dtype=torch.float32)
+    odds = Odds(nowhere(64, 4, dtype=torch.float64), nowhere(64, 4, dtype=torch.int64))
+    _, drawn = sample(logits, odds)
+    _, best = likeliest(logits, 20)
+    names = ("chunks", "odds", "draws", "chunks with sums", "likeliest")
+    yield from zip((f"sample: {name}" for name in names), (*drawn, *best), strict=True)
 
 
 def some(architecture: str) -> Iterator[tuple[str, Launch]]:
@@ -163,8 +175,8 @@ SETS = {"some": some, "all": everything, "spill": spilling}
 
 
 def source(launch: Launch) -> ASTSource:
-    """As the runtime specialises it: a 1 is a constant, what 16 divides is known to be so."""
-    names = launch.kernel.arg_names
+    """As the runtime specialises it: a 1 is a constant, what 16 divides is known; neither, if a kernel says so."""
+    names, params = launch.kernel.arg_names, launch.kernel.params
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], object] = {}
     facts: dict[tuple[int, ...], list[list[object]]] = {}
@@ -175,6 +187,8 @@ def source(launch: Launch) -> ASTSource:
                 signature[name], facts[place,] = TYPES[argument.dtype], [["tt.divisibility", 16]]
             case float():
                 signature[name] = "fp32"
+            case int() if params[place].do_not_specialize:
+                signature[name] = "i32"
             case 1:
                 signature[name], constants[place,] = "constexpr", 1
             case int():

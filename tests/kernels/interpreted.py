@@ -22,7 +22,16 @@ try:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from kilburn.kernels.triton import copy_blocks, kernels, kv_write, paged_attention, rms_norm, silu_mul, swap_blocks  # noqa: F401
+    from kilburn.kernels.triton import (  # noqa: F401
+        copy_blocks,
+        kernels,
+        kv_write,
+        paged_attention,
+        rms_norm,
+        sample,
+        silu_mul,
+        swap_blocks,
+    )
 finally:
     if _before is None:
         del os.environ["TRITON_INTERPRET"]

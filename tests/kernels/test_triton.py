@@ -339,6 +339,6 @@ def test_refusals_name_the_argument() -> None:
 def test_warm_up_runs_on_any_shape() -> None:
     for shapes in (
         Shapes(96, 160, 9, 3, 16, 8, torch.float32),
-        Shapes(64, 64, 2, 1, 5, 1, torch.bfloat16),
+        Shapes(64, 64, 2, 1, 5, 1, torch.bfloat16, vocab=1000),
     ):
         KERNELS.warm_up(shapes)

@@ -18,7 +18,8 @@ def test_a_dry_run_reaches_every_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "0 faults"
     report = json.loads((tmp_path / "dry-run.json").read_text())
-    assert list(report["parts"]) == ["twins", "worker", "decode", "prefill", "moves", "block_sizes", "steps"]
+    parts = ["twins", "worker", "decode", "prefill", "moves", "block_sizes", "steps", "sampling"]
+    assert list(report["parts"]) == parts
     assert all(part["rows"] for part in report["parts"].values())
     assert all(row["ok"] for name in ("twins", "worker") for row in report["parts"][name]["rows"])
 

@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from kilburn.kernels import reference
+from kilburn.kernels.cpu.sampling import NUCLEUS
+from kilburn.kernels.dispatch import Kernels, kernels_for
+from kilburn.kernels.philox import philox4x32, uniform
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.worker import sampler
 from kilburn.worker.knobs import Knobs, fault_of
-from kilburn.worker.philox import philox4x32, uniform
 from kilburn.worker.sampler import Chosen, choose
 from tests.worker.toy import plain_choice, plain_distribution, plain_logits
+
+KERNELS = kernels_for(torch.device("cpu"))
 
 
 def lane(*values: int) -> np.ndarray:
@@ -61,7 +66,7 @@ class Case:
         return plain_choice(self.logits, self.sampling, self.known, self.num_prompt, stream)
 
 
-def chosen_by(cases: list[Case]) -> Chosen:
+def chosen_by(cases: list[Case], kernels: Kernels = KERNELS) -> Chosen:
     """All cases as one batch, in rows that are not their places."""
     vocab = len(cases[0].logits)
     knobs = Knobs(2 * len(cases) + 1, vocab)
@@ -69,7 +74,7 @@ def chosen_by(cases: list[Case]) -> Chosen:
     for row, case in zip(rows, cases, strict=True):
         knobs.set(row, case.sampling, np.array(case.known, np.int32), case.num_prompt)
     logits = torch.from_numpy(np.stack([case.logits for case in cases]))
-    return choose(logits, knobs, np.array(rows), np.array([len(case.known) for case in cases]))
+    return choose(logits, knobs, np.array(rows), np.array([len(case.known) for case in cases]), kernels)
 
 
 def some_sampling(rng: random.Random, vocab: int) -> Sampling:
@@ -91,19 +96,20 @@ def some_sampling(rng: random.Random, vocab: int) -> Sampling:
     )
 
 
+@pytest.mark.parametrize("kernels", [KERNELS, reference], ids=["fast", "reference"])
 @pytest.mark.parametrize("vocab", [7, 256, 301, 1100])
-def test_any_batch_chooses_what_each_row_would_alone(vocab: int) -> None:
+def test_any_batch_chooses_what_each_row_would_alone(vocab: int, kernels: Kernels) -> None:
     rng = random.Random(vocab)
     cases = [Case(i, vocab, some_sampling(rng, vocab)) for i in range(150)]
-    assert chosen_by(cases).tokens.tolist() == [case.expected() for case in cases]
+    assert chosen_by(cases, kernels).tokens.tolist() == [case.expected() for case in cases]
 
 
 def test_a_nucleus_wider_than_what_is_ranked_is_cut_where_it_ends() -> None:
     cases = []
     for i in range(40):
-        case = Case(i, 4 * sampler.NUCLEUS, Sampling(top_p=0.95, top_k=(0, 700)[i % 2], temperature=4.0, seed=i))
+        case = Case(i, 4 * NUCLEUS, Sampling(top_p=0.95, top_k=(0, 700)[i % 2], temperature=4.0, seed=i))
         kept = plain_distribution(case.logits.astype(np.float64), case.sampling) > 0
-        assert sampler.NUCLEUS < kept.sum() < len(kept)
+        assert NUCLEUS < kept.sum() < len(kept)
         cases.append(case)
     assert chosen_by(cases).tokens.tolist() == [case.expected() for case in cases]
 
@@ -177,7 +183,7 @@ def test_draws_follow_the_distribution(sampling: Sampling, by: str) -> None:
                 seed = turn + row if by == "seed" else 5
                 knobs.set(row, replace(sampling, seed=seed), np.array(case.known, np.int32), case.num_prompt)
             positions = np.full(rows, 12) if by == "seed" else np.arange(rows) + turn
-            drawn.append(choose(batch, knobs, np.arange(rows), positions).tokens)
+            drawn.append(choose(batch, knobs, np.arange(rows), positions, KERNELS).tokens)
         tokens = np.concatenate(drawn)
     statistic, limit = chi_square(np.bincount(tokens, minlength=vocab), plain_distribution(logits, sampling))
     assert statistic < limit

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from kilburn.kernels import reference
 from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.philox import uniform
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.messages import Admit, StepPlan, StepResult
 from kilburn.shared.sampling import Sampling
 from kilburn.worker.knobs import Knobs
 from kilburn.worker.kv_cache import KVCache
 from kilburn.worker.model_runner import ModelRunner
-from kilburn.worker.philox import uniform
 from kilburn.worker.rows import Limits, Rows
 from kilburn.worker.step import Executor
 

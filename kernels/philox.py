@@ -9,7 +9,7 @@ depend on who else is in the batch, on how many draws came before, or on which l
              stream      (32 bits)   tells the samples of a group apart
              0           (32 bits)   room for a second use of the same place
 
-A step needs one number per draw, a few hundred at most: vectorised numpy on the host, whatever the model runs on.
+A step needs one number per draw. Here they are vectorised numpy; the Triton set turns where it draws.
 """
 
 import numpy as np
