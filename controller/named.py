@@ -90,12 +90,15 @@ class NamedPrefixes:
             raise NamesFull
         named = known or Named(entry, self._salt_of(entry), is_ours=True)
         self._named[entry.key], named.is_ours = named, True
-        if named.prefix_id is None or self._has_failed(named):
+        is_asked_now = named.prefix_id is None or self._has_failed(named)
+        if is_asked_now:
             self._pin(named)
+        if is_asked_now or self._unheard:  # somebody else's asking for it may be under way
             try:
                 await self._engine_heard()
             except asyncio.CancelledError:
-                self._drop(entry.key)
+                if is_asked_now:
+                    self._drop(entry.key)
                 raise
         if named.refused is not None:
             self._drop(entry.key)
@@ -169,8 +172,8 @@ class NamedPrefixes:
 
     # --- for the registry
 
-    def heard(self, entries: Mapping[NameKey, NamedEntry]) -> list[NamedEntry]:
-        """All that the registry knows. Returns what should be published (again)."""
+    def heard(self, entries: Mapping[NameKey, NamedEntry], is_whole: bool) -> list[NamedEntry]:
+        """What the registry knows, or a part of it. Returns what should be published (again)."""
         room = MOST_THEIRS - sum(not named.is_ours for named in self._named.values())
         deletions: list[NamedEntry] = []
         for key, entry in entries.items():
@@ -184,11 +187,12 @@ class NamedPrefixes:
                 deletions.append(NamedEntry(*key, "", (), deleted_at))
             elif self._note_theirs(entry, room > 0):
                 room -= 1
-        self._forget_theirs(entries)
+        if is_whole:
+            self._forget_theirs(entries)
         return deletions + [
             named.entry
             for key, named in self._named.items()
-            if named.is_ours and named.refused is None and (key not in entries or entries[key].is_deleted)
+            if named.is_ours and named.refused is None and (entries[key].is_deleted if key in entries else is_whole)
         ]
 
     def _note_theirs(self, entry: NamedEntry, has_room: bool) -> bool:

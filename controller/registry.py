@@ -43,8 +43,8 @@ class NamedEntry:
         return not self.tokens
 
 
-# Told of all names that a registry holds, it answers with those that should be published again.
-NamesHeard = Callable[[Mapping[NameKey, NamedEntry]], Sequence[NamedEntry]]
+# Told of the names that a registry holds, and whether these are all, it answers with those to be published again.
+NamesHeard = Callable[[Mapping[NameKey, NamedEntry], bool], Sequence[NamedEntry]]
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ class RedisRegistry:
         self._here, self._there = InProcessRegistry(), InProcessRegistry(ttl_s=HINT_TTL_S)
         self._hints: deque[tuple[bytes, bytes, bool]] = deque()  # (digest, group, whether it has it)
         self._names: dict[NameKey, NamedEntry] = {}  # to be published
-        self._heard: NamesHeard = lambda entries: ()
+        self._heard: NamesHeard = lambda entries, is_whole: ()
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._read_at = 0.0
@@ -230,10 +230,11 @@ class RedisRegistry:
     async def _read_names(self) -> None:
         found: dict[NameKey, NamedEntry] = {}
         outdated: list[bytes] = []
-        num_read, too_old = 0, (time.time() - DELETED_S) * 1e6
+        num_read, is_whole, too_old = 0, True, (time.time() - DELETED_S) * 1e6
         async for field, value in self._client.hscan_iter(self._names_at, count=64):
             num_read += 1
             if num_read > MOST_NAMES:
+                is_whole = False  # what was not read may well be there
                 break
             entry = self._signer.read_name(field, value)
             if entry is None or self._signer.field_of(*entry.key) != field:
@@ -245,7 +246,7 @@ class RedisRegistry:
         self.counters.names = sum(not entry.is_deleted for entry in found.values())
         if outdated:
             await self._client.hdel(self._names_at, *outdated)
-        for entry in self._heard(found):
+        for entry in self._heard(found, is_whole):
             self._names.setdefault(entry.key, entry)
 
     # --- for whoever places requests

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kilburn.controller.core.events import Event, NotPinned, Pin, Pinned, Submit, Unpin
+from kilburn.controller import named as named_module
+from kilburn.controller.core.events import Event, NotPinned, Pin, Pinned, Refusal, Refused, Submit, Unpin
 from kilburn.controller.named import Named, NamedPrefixes
 from kilburn.controller.registry import InProcessRegistry, NamedEntry
 from kilburn.controller.salts import Salts
@@ -219,10 +220,38 @@ async def test_a_deletion_outlives_those_who_have_not_heard_of_it() -> None:
     names = some_names([])
     stale = NamedEntry("alice", "a", "", TOKENS, stamp=5)
     deletion = replace(stale, tokens=(), stamp=1 << 60)  # of a controller whose clock is ahead
-    assert names.heard({stale.key: deletion}) == []
-    assert names.heard({stale.key: stale}) == [deletion]
+    assert names.heard({stale.key: deletion}, True) == []
+    assert names.heard({stale.key: stale}, True) == [deletion]
     assert names.find("alice", "a") is None
     named = await registered(names)
     assert named.entry.stamp > deletion.stamp
-    assert names.heard({stale.key: deletion}) == [named.entry]
+    assert names.heard({stale.key: deletion}, True) == [named.entry]
     assert names.find("alice", "a") is named
+
+
+async def test_a_name_that_was_not_read_is_neither_forgotten_nor_published_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(named_module, "GRACE_S", 0.0)
+    names = some_names([])
+    ours, theirs = await registered(names), NamedEntry("bob", "b", "", TOKENS, stamp=5)
+    assert names.heard({theirs.key: theirs, ours.entry.key: ours.entry}, True) == []
+    for _ in range(3):
+        assert names.heard({}, False) == []
+        await asyncio.sleep(0.001)
+    assert names.find("bob", "b") is not None
+    for _ in range(3):
+        assert names.heard({}, True) == [ours.entry]
+        await asyncio.sleep(0.001)
+    assert names.find("bob", "b") is None
+
+
+async def test_two_posts_of_one_name_are_refused_together() -> None:
+    names = some_names([])
+    tasks = [asyncio.create_task(names.register("alice", "a", "", TOKENS)) for _ in range(2)]
+    await asyncio.sleep(0)
+    refused = Refused(1, Refusal.PINS_FULL, "no room")
+    assert names.perform(refused)
+    names.turn_ended()
+    assert [named.refused for named in await asyncio.gather(*tasks)] == [refused, refused]
+    assert names.find("alice", "a") is None
