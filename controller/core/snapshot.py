@@ -8,6 +8,7 @@ from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.placement import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.step import Counters
+from kilburn.controller.core.waste import tail_slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class GroupSnapshot:
     shared_refs: int  # table entries beyond the first of each block: blocks that sharing saves
     filled_slots: int  # positions of running sequences that have their KV, counted per table
     owned_slots: int  # slots of their tables
-    tail_slots: int  # of these, beyond the known tokens: what blocks waste at their ends
+    tail_slots: int  # of all owned blocks, each once: slots that no planned position will fill
     running_requests: int
     waiting_requests: int
     running_sequences: int
@@ -99,6 +100,12 @@ class GroupSnapshot:
     prefill_s_per_token: float = 0.0  # learned: what a prompt's token adds to a step
     unanswered_since: float | None = None  # since when its work has made no progress; None: it has none
 
+    @property
+    def tail_waste(self) -> float:
+        """Of the slots of owned blocks, the share that nothing will fill."""
+        slots = self.owned_blocks * self.block_size
+        return self.tail_slots / slots if slots else 0.0
+
     # Both tiers' traffic in bytes: whatever moved, and of it evicted blocks that were kept, and hits on them.
 
     @property
@@ -147,6 +154,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
     lease, scheduler = home.lease, home.scheduler
     pool, hello, memory = scheduler.pool, home.lease.hello, scheduler.memory
     sequences = [sequence for group in scheduler.line.running for sequence in group.live]
+    pinned = [sequence for pin in scheduler.line.pinned for sequence in pin.live]
     counters = {field.name: getattr(scheduler.counters, field.name) for field in fields(Counters)}
     reasons = waiting_reasons(scheduler)
     return GroupSnapshot(
@@ -169,7 +177,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         shared_refs=pool.num_refs - pool.num_owned,
         filled_slots=sum(sequence.num_computed for sequence in sequences),
         owned_slots=sum(sequence.capacity for sequence in sequences),
-        tail_slots=sum(max(sequence.capacity - len(sequence.tokens), 0) for sequence in sequences),
+        tail_slots=tail_slots((*sequences, *pinned), pool, scheduler.block_size),
         running_requests=len(scheduler.line.running),
         waiting_requests=len(scheduler.line.waiting),
         running_sequences=len(sequences),

@@ -22,7 +22,8 @@ LIVE = (  # gauges of what is under way: zero where nothing is
     "kilburn_requests", "kilburn_requests_homeless", "kilburn_requests_running", "kilburn_requests_waiting",
     "kilburn_requests_swapped", "kilburn_waiting_tokens", "kilburn_sequences_running", "kilburn_flights",
     "kilburn_streams_open", "kilburn_outbox_characters", "kilburn_owned_slots", "kilburn_filled_slots",
-    "kilburn_tail_slots", "kilburn_saved_blocks", "kilburn_blocks_of_which", "kilburn_sharing_ratio",
+    "kilburn_tail_slots", "kilburn_tail_waste_ratio", "kilburn_saved_blocks", "kilburn_blocks_of_which",
+    "kilburn_sharing_ratio",
 )  # fmt: skip
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -32,7 +32,7 @@ CORE_LAYERS = (
     ("snapshot",),
     ("placement",),
     ("scheduler", "lease"),
-    ("admission", "commit", "laws", "leaving"),
+    ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),
     ("policy", "beam", "prefixes"),
