@@ -1,7 +1,12 @@
-"""What a decode step costs on the wire, by the bench that measures the core."""
+"""What benches promise: a decode step's cost on the wire, and where the slots of a pool go."""
 
+import json
+from pathlib import Path
+
+import pytest
 from rich.console import Console
 
+from bench import waste
 from bench.core import measure
 
 
@@ -9,3 +14,26 @@ def test_a_decode_step_of_256_sequences_is_under_two_kilobytes_each_way() -> Non
     row = measure(256, num_steps=48, console=Console(quiet=True))
     assert 256 < row["plan_bytes"] < 2000
     assert 4 * 256 < row["result_bytes"] < 2000
+
+
+@pytest.mark.parametrize("changes", [[], ["--block-size", "1", "--sigma", "0"]])
+def test_waste_is_told_for_each_policy_and_for_the_engine(tmp_path: Path, changes: list[str]) -> None:
+    words = ["--requests", "40", "--slots", "3000", "--max-len", "512", "--json", str(tmp_path / "w.json")]
+    assert waste.main([*words, *changes]) == 0
+    rows = json.loads((tmp_path / "w.json").read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged", "Kilburn"]
+    assert [row["used"] for row in rows[:4]] == sorted(row["used"] for row in rows[:4])
+    for row in rows:
+        assert sum(row[kind] for kind in waste.KINDS) == pytest.approx(100)
+    assert rows[-1]["waste"] < 4
+
+
+@pytest.mark.parametrize(
+    "words", [["--slots", "100"], ["--trace", "nowhere.csv"], ["--sigma", "9"], ["--max-len", "1"]]
+)
+def test_waste_names_the_flag_to_change(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        waste.main(words)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert words[0] in told or words[1] in told
