@@ -150,4 +150,4 @@ def mean_shares(moments: Iterable[Slots]) -> tuple[dict[str, float], int]:
 def slots_of(group: GroupSnapshot) -> Slots:
     """An engine's pool in the words of a policy. What tables hold beyond their ends is counted as never to be used."""
     owned, total = group.owned_blocks * group.block_size, group.num_blocks * group.block_size
-    return Slots(owned - group.unused_slots, 0, group.unused_slots, total - owned)
+    return Slots(owned - group.tail_slots, 0, group.tail_slots, total - owned)

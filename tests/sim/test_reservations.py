@@ -210,10 +210,10 @@ def test_the_engine_wastes_less_than_four_percent_on_conversations() -> None:
     assert 0 < mean < 0.04
     # Half a block a sequence, of what a sequence has in the mean over time.
     sequences = sum(group.running_sequences for group in groups)
-    unused = sum(group.unused_slots for group in groups) / sequences
+    unused = sum(group.tail_slots for group in groups) / sequences
     assert 6.0 < unused < 9.0
     shares, _ = mean_shares(map(slots_of, groups))
     assert shares["used"] > 80
     # The same lengths in blocks of one slot waste nothing.
     fine = fake_hello(block_size=1, num_blocks=6144, max_rows=64, max_step_tokens=1024, max_len=1024, vocab_size=1000)
-    assert all(group.unused_slots == 0 for group in by_engine(fine, lengths[:24]))
+    assert all(group.tail_slots == 0 for group in by_engine(fine, lengths[:24]))

@@ -16,10 +16,9 @@ def test_a_decode_step_of_256_sequences_is_under_two_kilobytes_each_way() -> Non
     assert 4 * 256 < row["result_bytes"] < 2000
 
 
-@pytest.mark.parametrize("changes", [[], ["--block-size", "1", "--sigma", "0"]])
-def test_waste_is_told_for_each_policy_and_for_the_engine(tmp_path: Path, changes: list[str]) -> None:
-    words = ["--requests", "40", "--slots", "3000", "--max-len", "512", "--json", str(tmp_path / "w.json")]
-    assert waste.main([*words, *changes]) == 0
+def test_waste_is_told_for_each_policy_and_for_the_engine(tmp_path: Path) -> None:
+    words = ["--requests", "30", "--slots", "2000", "--max-len", "512", "--json", str(tmp_path / "w.json")]
+    assert waste.main(words) == 0
     rows = json.loads((tmp_path / "w.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "paged", "Kilburn"]
     assert [row["used"] for row in rows[:4]] == sorted(row["used"] for row in rows[:4])
