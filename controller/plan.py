@@ -13,6 +13,7 @@ from typing import Any
 from kilburn.controller.prepared import prepared_folder
 from kilburn.shared import ledger, pool_size
 from kilburn.shared.config import PlanSettings, SettingsError
+from kilburn.shared.kinds import Share
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.model_files import HubId, ModelRefused, resolve
 from kilburn.shared.model_files import prepared_folder as folder_at_hand
@@ -75,7 +76,9 @@ def make_plan(settings: PlanSettings, folder: Path) -> Plan:
         wanted=pool_size.blocks_wanted(settings.max_rows, max_len, settings.block_size),
     )
     host_spare = settings.host_memory // settings.tp if settings.host_memory else _ANY
-    num_host_blocks = pool_size.host_blocks(layout, settings.host_pool, host_spare)
+    if isinstance(settings.host_pool, Share) and not settings.host_memory:
+        raise SettingsError(["--host-pool: a share of what? give --host-memory too, or a size such as 16GiB"])
+    num_host_blocks = pool_size.host_blocks(layout, settings.host_pool, host_spare, host_spare)
     return Plan(settings, dtype, shape, max_len, ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks))
 
 

@@ -96,6 +96,28 @@ class Likeliest:
     log_probs: Tensor  # float32 [R, n]
 
 
+class Stopwatch(Protocol):
+    """Times work that is asked for and not waited for."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float:
+        """Waits for what was asked for between the last start and stop. 0.0: it was done when it was asked for."""
+
+
+class IdleWatch:
+    """Of a device that does what it is asked before it answers: there is nothing to wait for."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float:
+        return 0.0
+
+
 class Kernels(Protocol):
     """Everything that a model needs besides matrix products."""
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels import reference
-from kilburn.kernels.contract import Batch, Kernels, Likeliest, Odds, Rope, Sampled, Shapes
+from kilburn.kernels.contract import Batch, IdleWatch, Kernels, Likeliest, Odds, Rope, Sampled, Shapes, Stopwatch
 
 if TYPE_CHECKING:
     from kilburn.kernels.cpu.products import FewRows, PanelProduct
@@ -24,6 +24,7 @@ __all__ = [
     "can_capture",
     "few_rows_product",
     "kernels_for",
+    "stopwatch_for",
 ]
 
 
@@ -60,6 +61,15 @@ def _panel_product() -> "PanelProduct | None":
     from kilburn.kernels.cpu.team import torch_openmp
 
     return PanelProduct(torch_openmp())
+
+
+def stopwatch_for(device: torch.device) -> Stopwatch:
+    """Times what is asked of `device` between start and stop, where asking is not doing."""
+    if device.type == "cuda":
+        from kilburn.kernels.triton.streams import EventWatch
+
+        return EventWatch(device)
+    return IdleWatch()
 
 
 def can_capture(device: torch.device) -> bool:

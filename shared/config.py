@@ -14,7 +14,7 @@ me" wherever the help says so.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kilburn.shared.kinds import Choice, Count, Counts, Duration, Size, Switch, Text
+from kilburn.shared.kinds import Choice, Count, Counts, Duration, Share, Size, SizeOrShare, Switch, Text
 from kilburn.shared.model_files import BUNDLED_NAME
 from kilburn.shared.settings import (
     Settings,
@@ -120,7 +120,10 @@ class WorkerSettings(Settings):
     block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
     kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
     num_blocks: int = setting(0, Count(0, 2**31 - 1), "blocks of the KV pool, in place of kv_memory; 0: by memory")
-    host_pool: int = setting(0, Size(), "memory of the second, host pool of KV; 0: none")
+    host_pool: int | Share = setting(
+        0, SizeOrShare(), "second pool of KV, in the host's memory, or a share of that; 0: none"
+    )
+    verify_swap: bool = setting(False, Switch(), "checksums of blocks on the host; a mismatch is computed again")
     max_rows: int = setting(128, Count(1, 4096), "sequences in one batch")
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
@@ -172,7 +175,9 @@ class PlanSettings(Settings):
         "of 8-bit KV; static: one a layer and head, measured at load; block: one a row, kept in its block",
     )
     block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
-    host_pool: int = setting(0, Size(), "memory of the second, host pool of KV; 0: none")
+    host_pool: int | Share = setting(
+        0, SizeOrShare(), "second pool of KV, in the host's memory, or a share of that; 0: none"
+    )
     host_memory: int = setting(0, Size(), "memory of the host that pools may take, all devices together; 0: any")
     max_rows: int = setting(128, Count(1, 4096), "sequences in one batch")
     max_step_tokens: int = setting(

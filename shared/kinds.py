@@ -146,6 +146,38 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """So much of something whose size is known only where the setting is used."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOrShare:
+    """Bytes as of `Size`, or a share of the memory: 25% or 0.25. A bare whole number is bytes."""
+
+    shape: str = "SIZE|SHARE"
+
+    def parse(self, text: str) -> int | Share:
+        want = "give a size such as 512MiB or 1.5GiB, or a share of the memory such as 25% or 0.25"
+        share = re.fullmatch(r"(?:0?(\.[0-9]{1,9})|([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%)", text.strip())
+        if share is None:
+            if re.fullmatch(r"[0-9]+\.[0-9]+", text.strip()):
+                raise ValueError(want)  # neither whole bytes nor less than all
+            try:
+                return Size().parse(text)
+            except ValueError:
+                raise ValueError(want) from None
+        fraction = float(share[1]) if share[1] else float(share[2]) / 100
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(want)
+        return Share(fraction) if fraction else 0
+
+    def show(self, value: int | Share) -> str:
+        return f"{100 * value.fraction:.12g}%" if isinstance(value, Share) else Size().show(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """Seconds, written with a unit: 250ms, 30s, 2m, 1h. A bare number is seconds."""
 

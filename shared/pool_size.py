@@ -7,6 +7,7 @@
 A pool that does not fit raises SettingsError, which names the setting and a value that works.
 """
 
+from kilburn.shared.kinds import Share, SizeOrShare
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.ledger import shown
 from kilburn.shared.settings import SettingsError
@@ -60,13 +61,18 @@ def sized(
     return max(asked, 1)
 
 
-def host_blocks(layout: KVLayout, host_pool: int, spare: int) -> int:
-    """Blocks of the host pool. Raises SettingsError."""
-    block = layout.bytes_per_block
-    if host_pool > spare:
-        most = max(spare, 0) >> 20
-        works = f"give {most}MiB or less" if (most << 20) >= block else "leave it out"
-        raise SettingsError([f"--host-pool: {shown(host_pool)} do not fit, {shown(max(spare, 0))} are spare; {works}"])
-    if 0 < host_pool < block:
-        raise SettingsError([f"--host-pool: {shown(host_pool)} holds no block; give {block} or more, or 0 for none"])
-    return host_pool // block
+def host_blocks(layout: KVLayout, host_pool: int | Share, spare: int, total: int) -> int:
+    """Blocks of the host pool, which is a size or a share of the host's `total` memory. Raises SettingsError."""
+    block, spare = layout.bytes_per_block, max(spare, 0)
+    asked = int(total * host_pool.fraction) if isinstance(host_pool, Share) else host_pool
+    said = f"{shown(asked)} ({SizeOrShare().show(host_pool)})" if isinstance(host_pool, Share) else shown(asked)
+    if asked > spare:
+        percent, mib = 100 * spare // total if total else 0, spare >> 20
+        works = f"{percent}% or {mib}MiB" if isinstance(host_pool, Share) and percent else f"{mib}MiB"
+        advice = f"give {works} or less" if (mib << 20) >= block else "leave it out"
+        raise SettingsError([f"--host-pool: {said} do not fit, {shown(spare)} are spare; {advice}"])
+    if isinstance(host_pool, Share) and asked < block:
+        raise SettingsError([f"--host-pool: {said} holds no block; give a larger share, or {block} or more, or 0"])
+    if 0 < asked < block:
+        raise SettingsError([f"--host-pool: {said} holds no block; give {block} or more, or 0 for none"])
+    return asked // block

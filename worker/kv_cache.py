@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Kernels
+from kilburn.kernels.dispatch import Kernels, stopwatch_for
 from kilburn.shared.layout import KVLayout
 from kilburn.worker.outcomes import PlanBroken
 
@@ -36,7 +36,7 @@ class KVCache:
         if layout.scale_bytes:
             raise ValueError("blocks with a scale area are not stored yet; use a dtype without scales")
         self.layout, self.num_blocks, self.num_host_blocks = layout, num_blocks, num_host_blocks
-        self._kernels = kernels
+        self._kernels, self._watch = kernels, stopwatch_for(device)
         dtype = getattr(torch, layout.dtype)
         shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         if has_own_memory(device):
@@ -47,18 +47,31 @@ class KVCache:
             self.pool = _untouched((num_blocks, *shape), dtype)
             self.host_pool = _untouched((num_host_blocks, *shape), dtype)
 
+    @property
+    def host_blocks(self) -> Tensor:
+        """Whole blocks of the host pool."""
+        return self.host_pool
+
     def move(self, swaps_out: Pairs, copies: Pairs, swaps_in: Pairs) -> None:
-        """A plan's moves, in their order. Raises PlanBroken before anything has moved."""
+        """A plan's moves, in their order: asked for, not waited for. Raises PlanBroken before anything has moved."""
         device, host = self.num_blocks, self.num_host_blocks
         out = _checked(swaps_out, "swap out", device, host)
         copy = _checked(copies, "copy", device, device)
         back = _checked(swaps_in, "swap in", host, device)
+        if out is copy is back is None:
+            return
+        self._watch.start()
         if out is not None:
             self._kernels.swap_blocks(self.pool, self.host_pool, out)
         if copy is not None:
             self._kernels.copy_blocks(self.pool, copy.to(self.pool.device))
         if back is not None:
             self._kernels.swap_blocks(self.host_pool, self.pool, back)
+        self._watch.stop()
+
+    def finish(self) -> float:
+        """Wait for the moves that were asked for last. Seconds that they took on a device with a clock of its own."""
+        return self._watch.seconds()
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -97,6 +110,20 @@ def spare_bytes(device: torch.device) -> int:
     if has_own_memory(device):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     return spare_host_bytes()
+
+
+def total_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that the host has, whoever uses it: the machine's, or the container's limit where that is less."""
+    total = 1 << 62
+    try:
+        for line in (proc / "meminfo").read_text().splitlines():
+            if line.startswith("MemTotal:"):
+                total = int(line.split()[1]) << 10
+        limit = (cgroup / "memory.max").read_text().strip()
+        total = total if limit == "max" else min(total, int(limit))
+    except (OSError, ValueError):
+        pass  # another system, or no such control group: what is known so far holds
+    return total
 
 
 def spare_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -27,7 +27,7 @@ from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_sha
 from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.worker.knobs import Knobs
-from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes
+from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes, total_host_bytes
 from kilburn.worker.measured import measured, reserved_bytes, weights_held
 from kilburn.worker.model_runner import ModelRunner
 from kilburn.worker.models import weights
@@ -36,6 +36,7 @@ from kilburn.worker.models.weights import LoadedModel
 from kilburn.worker.phases import Progress, phase, say
 from kilburn.worker.rows import Limits, Rows
 from kilburn.worker.step import Executor
+from kilburn.worker.swap_check import SwapCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ def make_ready(settings: WorkerSettings) -> Ready:
         cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels)
         before = reserved_bytes(device)
         executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
+        if settings.verify_swap:
+            executor.check = SwapCheck(cache.host_blocks)
         graph_bytes = reserved_bytes(device) - before if batch.recorded else 0
     planned = ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks)
     with phase("measuring"):
@@ -172,7 +175,7 @@ def pool_sizes(
         wanted=blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
     )
     host_spare = spare_host_bytes() - (0 if has_own_memory(device) else num_blocks * layout.bytes_per_block)
-    return num_blocks, host_blocks(layout, settings.host_pool, host_spare)
+    return num_blocks, host_blocks(layout, settings.host_pool, host_spare, total_host_bytes())
 
 
 def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kernels, device: torch.device) -> None:

@@ -15,10 +15,25 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from kilburn.shared.layout import blocks_for
 from kilburn.shared.messages import KvLost, RowLogprobs, StepPlan, StepResult, Timings
 from kilburn.worker.model_runner import HIDDEN_NOT_FINITE, Drawn, ModelRunner
 from kilburn.worker.outcomes import Failed, Lost
 from kilburn.worker.rows import Ints, Rows, Work
+from kilburn.worker.swap_check import SwapCheck
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Seconds that a plan's moves took."""
+
+    asked_s: float  # to ask for them, which on the CPU is to do them
+    late_s: float = 0.0  # beyond that, on a device that goes on by itself
+    check_s: float = 0.0  # their checksums
+
+    @property
+    def total_s(self) -> float:
+        return self.asked_s + self.late_s + self.check_s
 
 
 @dataclass(slots=True)
@@ -27,6 +42,7 @@ class Executor:
 
     rows: Rows
     runner: ModelRunner
+    check: SwapCheck | None = None  # of the host pool, where swaps are verified
 
     def run(self, plan: StepPlan, idle_s: float = 0.0) -> StepResult:
         """Run one plan. `idle_s` is how long the worker waited for it. Raises PlanBroken."""
@@ -36,18 +52,26 @@ class Executor:
     def clear(self) -> None:
         """The lease is over: rows and KV are lost."""
         self.rows.clear()
+        if self.check is not None:
+            self.check.clear()
 
     def _run(self, plan: StepPlan, idle_s: float) -> StepResult:
         began = perf_counter()
-        self.runner.cache.move(plan.swaps_out, plan.copies, plan.swaps_in)
+        spoiled = self._move(plan)
         moved = perf_counter()
         for admit in plan.admits:
             self.rows.admit(admit)
+        if self.check is not None and self.check.has_doubts:
+            self._lose_rows(plan, self.check)
         work = self.rows.advance(plan.rows, plan.counts, plan.grown_at, plan.grown_blocks)
+        if self.check is not None and self.check.has_doubts:
+            size = self.rows.limits.block_size
+            self.check.written((work.slots[work.slots % size == 0] // size).tolist())
         result = StepResult(plan.lease, plan.step, num_tokens=[0] * len(plan.rows), tokens=[])
         if not work.num_seqs:
             self._add_deaths(plan, result)
-            result.timings = Timings(idle_s=idle_s, apply_s=perf_counter() - began, moves_s=moved - began)
+            moves = self._end_moves(plan, spoiled, moved - began)
+            result.timings = Timings(idle_s=idle_s, apply_s=perf_counter() - began, moves_s=moves.total_s)
             return result
         ids, batch = self.runner.prepare(work)
         applied = perf_counter()
@@ -59,8 +83,45 @@ class Executor:
         if self.rows.deaths:
             self._add_deaths(plan, result)
         ended = perf_counter()
-        result.timings = Timings(idle_s, applied - began, ran - applied, ended - ran, moved - began)
+        moves = self._end_moves(plan, spoiled, moved - began)
+        # Where moves were only asked for, it was the forward pass that waited for them.
+        late_s = min(moves.late_s, ran - applied)
+        result.timings = Timings(
+            idle_s=idle_s,
+            apply_s=applied - began + late_s + moves.check_s,
+            forward_s=ran - applied - late_s,
+            sample_s=ended - ran,
+            moves_s=moves.total_s,
+        )
         return result
+
+    def _move(self, plan: StepPlan) -> set[int]:
+        """The plan's moves are asked for. Returns the host blocks that get what is unreadable."""
+        self.runner.cache.move(plan.swaps_out, plan.copies, plan.swaps_in)
+        if self.check is None:
+            return set()
+        spoiled = self.check.leaving(plan.swaps_out)
+        self.check.moved(plan.copies, plan.swaps_in)
+        return spoiled
+
+    def _end_moves(self, plan: StepPlan, spoiled: set[int], asked_s: float) -> Moves:
+        """The plan's moves have ended. `asked_s`: what it took to ask for them."""
+        if not (plan.swaps_out or plan.copies or plan.swaps_in):
+            return Moves(asked_s)
+        late_s = max(self.runner.cache.finish() - asked_s, 0.0)
+        began = perf_counter()
+        if self.check is not None:
+            self.check.after(plan.swaps_out, spoiled)
+        return Moves(asked_s, late_s, perf_counter() - began)
+
+    def _lose_rows(self, plan: StepPlan, check: SwapCheck) -> None:
+        """Rows that would read what did not come back as it left are dead until the core admits them anew."""
+        rows = self.rows
+        for row in plan.rows:
+            num_read = blocks_for(int(rows.num_computed[row]), rows.limits.block_size)
+            lost = check.lost(rows.tables[row, :num_read].tolist())
+            if lost:
+                rows.kill(row, Lost(lost, plan.step))
 
     def _settle(self, work: Work, bad: Ints, drawn: Drawn) -> None:
         """Rows learn what they drew, or die of what they could not."""

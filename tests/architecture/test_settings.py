@@ -17,7 +17,7 @@ from kilburn.shared.config import (
     load,
     narrowed,
 )
-from kilburn.shared.kinds import Choice, Count, Counts, Duration, Kind, Size, Switch
+from kilburn.shared.kinds import Choice, Count, Counts, Duration, Kind, Share, Size, SizeOrShare, Switch
 from kilburn.shared.settings import declared, flag, variable
 
 
@@ -85,6 +85,15 @@ PARSED: list[tuple[Kind, str, object]] = [
     (Size(), "512MiB", 512 << 20),
     (Size(), "1.5 GiB", 3 << 29),
     (Size(), "2gb", 2 * 10**9),
+    (SizeOrShare(), "4GiB", 4 << 30),
+    (SizeOrShare(), "1.5GiB", 3 << 29),
+    (SizeOrShare(), "0", 0),
+    (SizeOrShare(), "2048", 2048),
+    (SizeOrShare(), "25%", Share(0.25)),
+    (SizeOrShare(), "12.5 %", Share(0.125)),
+    (SizeOrShare(), "0.25", Share(0.25)),
+    (SizeOrShare(), "100%", Share(1.0)),
+    (SizeOrShare(), "0%", 0),
     (Duration(), "250ms", 0.25),
     (Duration(), "30", 30.0),
     (Duration(), "2m", 120.0),
@@ -111,6 +120,10 @@ def test_values_are_read_with_their_units_and_written_back(kind: Kind, text: str
         (Size(), "1e9"),
         (Size(), ""),
         (Size(low=1024), "1"),
+        (SizeOrShare(), "101%"),
+        (SizeOrShare(), "1.5"),
+        (SizeOrShare(), "-0.5"),
+        (SizeOrShare(), "a quarter"),
         (Duration(), "1 fortnight"),
         (Duration(low_s=1), "10ms"),
         (Duration(), "nan"),
@@ -129,10 +142,16 @@ def test_what_is_no_value_says_what_to_give(kind: Kind, text: str) -> None:
 
 
 def test_a_worker_started_with_flags_has_the_settings_that_serve_has() -> None:
-    served = load(ServeSettings, ["m", "--kv-memory=96MiB", "--max-rows=7"], {"KILBURN_DTYPE": "float32"}, "model")
+    served = load(
+        ServeSettings,
+        ["m", "--kv-memory=96MiB", "--max-rows=7", "--host-pool=12.5%"],
+        {"KILBURN_DTYPE": "float32"},
+        "model",
+    )
     worker = narrowed(served, WorkerSettings)
     assert load(WorkerSettings, as_flags(worker), {"KILBURN_MAX_ROWS": "9", "KILBURN_PORT": "1"}) == worker
     assert (worker.kv_memory, worker.max_rows, worker.dtype) == (96 << 20, 7, "float32")
+    assert worker.host_pool == Share(0.125)
 
 
 @pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings, PlanSettings, TopSettings])

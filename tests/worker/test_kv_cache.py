@@ -9,7 +9,7 @@ from kilburn.kernels import reference
 from kilburn.shared.config import SettingsError
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.pool_size import sized
-from kilburn.worker.kv_cache import KVCache, spare_host_bytes
+from kilburn.worker.kv_cache import KVCache, spare_host_bytes, total_host_bytes
 from tests.worker.toy import CPU, layout
 
 BLOCK = KVLayout(16, 4, 2, 8, "float32")  # 8 KiB a block
@@ -123,5 +123,8 @@ def test_spare_memory_is_the_machines_or_the_containers(
     (tmp_path / "memory.current").write_text(f"{current}\n")
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
     assert spare_host_bytes(tmp_path, tmp_path) == expected
+    machine_bytes = 9000 << 10
+    assert total_host_bytes(tmp_path, tmp_path) == (machine_bytes if limit == "max" else min(machine_bytes, int(limit)))
     (tmp_path / "memory.max").unlink()
+    assert total_host_bytes(tmp_path, tmp_path) == machine_bytes
     assert spare_host_bytes(tmp_path, tmp_path) == 4000 << 10

@@ -10,10 +10,11 @@ import pytest
 from kilburn.controller.plan import as_json, folder_of, least_memory, lines, make_plan
 from kilburn.shared import ledger
 from kilburn.shared.config import PlanSettings, SettingsError, WorkerSettings
-from kilburn.shared.layout import blocks_for
+from kilburn.shared.kinds import Share
+from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.model_files import ModelRefused
 from kilburn.shared.model_shape import read_shape, tensor_shapes
-from kilburn.shared.pool_size import HEADROOM
+from kilburn.shared.pool_size import HEADROOM, host_blocks
 from kilburn.shared.settings import declared
 from kilburn.worker.start import make_ready
 from tests.worker.tiny_models import make_tiny
@@ -75,6 +76,8 @@ def test_memory_that_is_too_little_names_the_least_that_works(tmp_path: Path, ch
         ({"host_pool": 2 * MIB, "host_memory": MIB}, ["--host-pool", "give 1MiB or less"]),
         ({"host_pool": 2 * MIB, "host_memory": 3 * MIB, "tp": 2}, ["--host-pool", "give 1MiB or less"]),
         ({"host_pool": 2 * MIB, "host_memory": 10}, ["--host-pool", "leave it out"]),
+        ({"host_pool": Share(0.5)}, ["--host-pool", "give --host-memory too"]),
+        ({"host_pool": Share(1e-6), "host_memory": MIB}, ["--host-pool", "(0.0001%)", "holds no block"]),
         ({"max_len": 513}, ["--max-len", "give 512 or less"]),
     ],
 )
@@ -83,6 +86,18 @@ def test_what_cannot_be_met_is_named(tmp_path: Path, changes: dict[str, Any], wo
     with pytest.raises(SettingsError) as caught:
         make_plan(settings(folder, **changes), folder)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_host_pool_may_be_a_share_and_what_it_names_works() -> None:
+    layout = KVLayout(16, 4, 2, 8, "float32")  # 8 KiB a block
+    assert host_blocks(layout, Share(0.25), spare=50 * MIB, total=100 * MIB) == 25 * 128
+    assert host_blocks(layout, 25 * MIB, spare=50 * MIB, total=100 * MIB) == 25 * 128
+    with pytest.raises(SettingsError) as caught:
+        host_blocks(layout, Share(0.75), spare=50 * MIB + 1, total=100 * MIB)
+    text = str(caught.value)
+    assert "--host-pool: 75.00 MiB (75%) do not fit" in text
+    assert "give 50% or 50MiB or less" in text
+    assert host_blocks(layout, Share(0.5), spare=50 * MIB + 1, total=100 * MIB) == 50 * 128
 
 
 def test_a_pool_holds_what_it_says(tmp_path: Path) -> None:
