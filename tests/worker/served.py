@@ -1,0 +1,104 @@
+"""The real engine and a real worker on the toy model, one plan after the other, in one process.
+
+    served = Served(ToyModel(0), num_blocks=12, num_host_blocks=12, preemption=Preemption.SWAP)
+    answers = served.answers(submits)          by (request, index)
+
+`before_step` is called with the executor and each plan before it runs: the place for accidents.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.events import Arrived, Beam, Emit, Event, Finished, Note, Refused, Send, Submit
+from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.snapshot import GroupSnapshot
+from kilburn.shared.messages import Hello, StepPlan, StepResult
+from kilburn.worker.step import Executor
+from kilburn.worker.swap_check import SwapCheck
+from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, layout, toy_executor
+
+PEER = b"toy.0"
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    reason: str = ""
+    score: float = 0.0
+
+
+class Served:
+    """See the file's head."""
+
+    def __init__(
+        self,
+        model: ToyModel,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        preemption: Preemption = Preemption.AUTO,
+        block_size: int = 4,
+        max_rows: int = 8,
+        depth: int = 2,
+        is_verified: bool = False,
+        before_step: Callable[[Executor, StepPlan], None] = lambda executor, plan: None,
+    ) -> None:
+        self.executor = toy_executor(
+            model, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_rows=max_rows
+        )
+        if is_verified:
+            self.executor.check = SwapCheck(self.executor.runner.cache.host_blocks)
+        self.engine = Engine(EngineSettings(depth=depth, preemption=preemption))
+        self.before_step = before_step
+        self.results: list[StepResult] = []
+        self.notes: list[Note] = []
+        self._hello = Hello(
+            "toy", b"t" * 32, layout(block_size), num_blocks, num_host_blocks, max_rows, 128, MAX_LEN, VOCAB
+        )
+
+    def answers(self, submits: Sequence[Submit]) -> dict[tuple[int, int], Answer]:
+        """All of them, submitted at once. Nothing is left afterwards."""
+        found: dict[tuple[int, int], Answer] = {}
+        events: list[Event] = [Arrived(PEER, self._hello), *submits]
+        plans: deque[StepPlan] = deque()
+        while events or plans:
+            for effect in self.engine.handle(events, now=0.0):
+                match effect:
+                    case Send(message=StepPlan() as plan):
+                        plans.append(plan)
+                    case Emit(request_id, index, token, logprobs):
+                        answer = found.setdefault((request_id, index), Answer())
+                        assert not answer.reason, "a token after the end"
+                        answer.tokens.append(token)
+                        answer.logprobs.append(logprobs)
+                    case Finished(request_id, index, reason):
+                        found.setdefault((request_id, index), Answer()).reason = reason.value
+                    case Beam(request_id, index, tokens, _, score, reason):
+                        found[request_id, index] = Answer(list(tokens), [], reason.value, score)
+                    case Refused():
+                        raise AssertionError(effect)
+                    case Note():
+                        self.notes.append(effect)
+                    case _:
+                        pass
+            self.engine.validate()
+            events = [self._run(plans.popleft())] if plans else []
+        assert self.engine.is_idle
+        assert (self.snapshot.owned_blocks, self.snapshot.owned_host_blocks) == (0, 0)
+        return found
+
+    def _run(self, plan: StepPlan) -> Event:
+        self.before_step(self.executor, plan)
+        self.results.append(self.executor.run(plan))
+        return Arrived(PEER, self.results[-1])
+
+    @property
+    def snapshot(self) -> GroupSnapshot:
+        return self.engine.snapshot().groups[0]
+
+    @property
+    def num_lost(self) -> int:
+        return sum(len(result.lost) for result in self.results)
