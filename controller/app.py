@@ -75,6 +75,9 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         most_pinned=settings.pinned_percent / 100,
         preemption=Preemption(settings.preemption),
         aging_s=settings.aging_seconds,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        queue_s=settings.queue_seconds,
+        request_s=settings.request_seconds,
     )
 
 
@@ -172,7 +175,7 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
-        asking=Asking(text, driver, salts, settings.max_choices),
+        asking=Asking(text, driver, salts, settings.max_choices, settings.least_priority),
         streams=driver.streams,
         names=driver.names,
         feed=Feed(partial(_picture, driver, model_name), asyncio.get_running_loop().time),

@@ -36,6 +36,8 @@ class Ask:
     prefix: str = ""
     keep: int | None = None
     beams: BeamSettings | None = None
+    queue_s: float | None = None
+    request_s: float | None = None
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ _REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "abort",
+    FinishReason.TIMEOUT: "abort",
     FinishReason.ERROR: "error",
 }
 if _REASONS.keys() != set(FinishReason):

@@ -149,7 +149,7 @@ class Streams:
                 if choice.has_news:
                     answer.tell(choice)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
-            self._post(Submit(request_id, *about))
+            self._post(Submit(request_id, *about, queue_s=ask.queue_s, request_s=ask.request_s))
         heard = asyncio.get_running_loop().create_future()
         self._unheard.append(heard)
         try:

@@ -68,6 +68,16 @@ class ControllerSettings(Settings):
     )
     curve_keys: str = setting("", Text("FOLDER"), "keys that `kilburn keys new` made; empty: none, loopback only")
     max_waiting: int = setting(1024, Count(1, 1_000_000), "requests that may wait; more are turned away (429)")
+    max_waiting_tokens: int = setting(0, Count(0, 1 << 40), "prompt tokens that may wait (429); 0: any number")
+    queue_seconds: float = setting(
+        0.0,
+        Duration(0.0, 86400.0),
+        "longest wait of a request to begin (503); 0: no limit; `queue_timeout` may be less",
+    )
+    request_seconds: float = setting(
+        0.0, Duration(0.0, 86400.0), "longest time of a request in all; 0: no limit; its `timeout` may be less"
+    )
+    least_priority: int = setting(0, Count(-100, 100), "the most urgent `priority` a request may have; lower is first")
     aging_seconds: float = setting(
         60.0, Duration(0.0, 86400.0), "waiting that makes up for one level of `priority`; 0: nothing does"
     )

@@ -16,6 +16,7 @@ class FinishReason(Enum):
     STOP = "stop"  # a stop id, or a stop string found by the text layer
     LENGTH = "length"  # max_tokens, or the model's own length
     CANCELLED = "cancelled"  # the client left
+    TIMEOUT = "timeout"  # the request's time ran out; what was generated until then stands
     ERROR = "error"  # the row failed on the worker, or no worker was left in time
 
 

@@ -42,6 +42,7 @@ class Asking:
     capacity: Capacity
     salts: Salts
     max_choices: int  # sequences that one request may ask for
+    least_priority: int = 0  # the most urgent that one may have
 
 
 def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
@@ -97,8 +98,11 @@ async def fitted(
     return max_tokens
 
 
-def bound(request: Choosing, num_prompts: int, most: int) -> None:
+def bound(request: Choosing, num_prompts: int, asking: Asking) -> None:
     """Raises ApiError where the request asks for too much, before anything is made for it."""
+    most, least = asking.max_choices, asking.least_priority
+    if request.priority < least:
+        raise bad_request("priority", f"priority must be at least {least} here (--least-priority); lower runs first")
     if request.width * num_prompts <= most:
         return
     field = "n"
@@ -127,6 +131,8 @@ def _ask(
         keep=request.n,
         beams=request.beams,
         priority=request.priority,
+        queue_s=request.queue_timeout,
+        request_s=request.timeout,
         salt=salt,
         stops=request.stop,
         include_stop=request.include_stop_str_in_output,
@@ -138,7 +144,7 @@ def _ask(
 async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Tenant) -> list[Ask]:
     """One for each prompt. Raises ApiError."""
     text, capacity = asking.text, asking.capacity
-    bound(request, len(request.prompt), asking.max_choices)
+    bound(request, len(request.prompt), asking)
     num_logprobs = request.logprobs if request.logprobs is not None else -1
     if request.beams is None and request.width > request.n:
         num_logprobs = max(num_logprobs, 0)  # the best are told by them
@@ -177,7 +183,7 @@ async def _prompt_ids(request: CompletionRequest, text: Text, capacity: Capacity
 async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, tenant: Tenant) -> Ask:
     """Raises ApiError."""
     text, capacity = asking.text, asking.capacity
-    bound(request, 1, asking.max_choices)
+    bound(request, 1, asking)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)

@@ -25,6 +25,8 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.TOO_WIDE: (400, "too_many_choices"),
     Refusal.QUEUE_FULL: (429, "queue_full"),
     Refusal.NO_WORKER: (503, "no_worker"),
+    Refusal.QUEUE_TIMEOUT: (503, "queue_timeout"),
+    Refusal.REQUEST_TIMEOUT: (408, "request_timeout"),
     Refusal.PINS_FULL: (409, "pins_full"),
     Refusal.SHUTTING_DOWN: (503, "shutting_down"),
 }
@@ -34,9 +36,12 @@ _TYPES = {403: "permission_error", 429: "rate_limit_error"}  # others by their h
 class ApiError(Exception):
     """What the client did, or what became of its request. `param` names the field at fault."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int = 1
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s  # told where trying again makes sense
 
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
@@ -45,7 +50,8 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
 
 def refusal(refused: Refused) -> ApiError:
     status, code = _STATUS[refused.refusal]
-    return ApiError(status, refused.message or refused.refusal.value, code=code)
+    message = refused.message or refused.refusal.value
+    return ApiError(status, message, code=code, retry_after_s=max(refused.retry_after_s, 1))
 
 
 NOT_TAKEN = {code for status, code in _STATUS.values() if status == 503}  # of a 503: never begun, no failure
@@ -58,7 +64,12 @@ def refusal_codes() -> list[str]:
 
 
 def failure(message: str, reason: FinishReason = FinishReason.ERROR) -> ApiError:
-    """A request that was accepted and could not be finished; CANCELLED: because the service stops."""
+    """A request that was accepted and could not be finished; CANCELLED: because the service stops.
+
+    TIMEOUT: its time ran out before there was anything to give.
+    """
+    if reason is FinishReason.TIMEOUT:
+        return ApiError(408, "the request's time ran out before its first token", code="request_timeout")
     if reason is FinishReason.CANCELLED:
         return ApiError(503, message or "the server stops", code="cut_short")
     return ApiError(500, message or "the request failed while it ran", code="request_failed")
@@ -71,7 +82,7 @@ def encoded(error: ApiError) -> str:
 
 
 def response(error: ApiError) -> web.Response:
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
+    headers = {"Retry-After": str(error.retry_after_s)} if error.status in (429, 503) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(text=encoded(error), status=error.status, content_type="application/json", headers=headers)

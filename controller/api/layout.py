@@ -23,7 +23,8 @@ from kilburn.shared.types import FinishReason
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
-_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+# OpenAI has no word for a request whose time ran out; its answer is as short as one at its length.
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TIMEOUT: "length"}
 
 
 class Layout(Protocol):
@@ -90,7 +91,7 @@ class CompletionLayout:
             body = f'"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":null'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
         if delta.finish is not None:
-            body = f'"text":"","logprobs":null,"finish_reason":{to_json(_finish(delta))}'
+            body = f'"text":"","logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
 
     def usage_chunk(self, answer: Answer) -> str:
@@ -140,7 +141,7 @@ class ChatLayout:
             body = f'"delta":{{"content":{to_json(delta.text)}}},"logprobs":{logprobs},"finish_reason":null'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
         if delta.finish is not None:
-            body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(_finish(delta))}'
+            body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
 
     def usage_chunk(self, answer: Answer) -> str:
@@ -161,8 +162,10 @@ class ChatLayout:
         }
 
 
-def _scores(delta: Delta) -> dict[str, float]:
-    """What a choice of a beam search says of itself, beside OpenAI's fields."""
+def _scores(delta: Delta) -> dict[str, Any]:
+    """What a choice says of itself beside OpenAI's fields: a beam its score, one cut short by time that it was."""
+    if delta.finish is FinishReason.TIMEOUT:
+        return {"stop_reason": "timeout"}
     if delta.beam is None:
         return {}
     beam = delta.beam
@@ -170,6 +173,10 @@ def _scores(delta: Delta) -> dict[str, float]:
         "cumulative_logprob": max(beam.cumulative_logprob, LEAST_LOGPROB),
         "beam_score": max(beam.score, LEAST_LOGPROB),
     }
+
+
+def _why(delta: Delta) -> str:
+    return ',"stop_reason":"timeout"' if delta.finish is FinishReason.TIMEOUT else ""
 
 
 def _finish(delta: Delta) -> str | None:

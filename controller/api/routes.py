@@ -228,6 +228,8 @@ def _broken(answer: Answer, deltas: Sequence[Delta]) -> ApiError | None:
     for delta in deltas:
         if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
             return failure(delta.message, delta.finish)
+        if delta.finish is FinishReason.TIMEOUT and not answer.num_tokens:
+            return failure(delta.message, delta.finish)
     return None
 
 

@@ -27,6 +27,8 @@ MOST_STOP_IDS = 256
 MOST_BIASES = 1024
 MOST_LOGPROBS = 20
 MOST_SALT_CHARS = 1024
+MOST_PRIORITY = 100
+MOST_SECONDS = 86400.0
 MOST_PROMPT_IDS = 1 << 20
 
 
@@ -138,7 +140,9 @@ class Choosing:
     skip_special_tokens: bool = knob(Flag(), True)
     allow_special_tokens: bool = knob(Flag(), False)  # ours: control tokens written out in the text count as such
     n: int = knob(Whole(1, MOST_CHOICES), 1)
-    priority: int = knob(Whole(-(2**31), INT32_MAX), 0)
+    priority: int = knob(Whole(-MOST_PRIORITY, MOST_PRIORITY), 0)  # lower runs first; a server may allow fewer
+    timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # seconds in all, and
+    queue_timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # to begin: within the server's
     stream: bool = knob(Flag(), False)
     stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)  # noqa: RUF009  # a field
     use_beam_search: bool | None = knob(Flag(), None)

@@ -188,6 +188,8 @@ class Admission:
             group.has_started, group.cached_tokens = True, computed[0]
             self._counters.prompt_tokens += group.live[0].num_prompt
             if not isinstance(group, PinGroup):
+                self._line.num_begun += 1
+                self._line.tokens_begun += group.num_prompt
                 effects.append(Started(group.request_id, computed[0]))
         self._counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
         self._counters.prefix_hit_tokens += sum(computed)

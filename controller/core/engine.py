@@ -42,6 +42,7 @@ from kilburn.controller.core.events import (
     Unpin,
 )
 from kilburn.controller.core.lease import Lease, LeaseState
+from kilburn.controller.core.limits import Clocks, Limit, Outflow, shorter
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.placement import Home, choose
 from kilburn.controller.core.policy import Preemption
@@ -77,6 +78,9 @@ class EngineSettings:
     step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included
+    max_waiting_tokens: int = 0  # of their prompts; 0: any. One alone may have more
+    queue_s: float = 0.0  # how long a request may wait to begin; 0: for ever
+    request_s: float = 0.0  # how long it may take in all; 0: for ever
     most_pinned: float = 0.5  # of a pool, by named prefixes
     preemption: Preemption = Preemption.AUTO
     aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
@@ -109,6 +113,9 @@ class Engine:
         self._leases_began = self._leases_ended = self._laws_broken = 0
         self._num_displaced = self._num_recovered = 0  # requests
         self._is_closing = False
+        self._outflow, self._clocks = Outflow(), Clocks()
+        self._timeouts = dict.fromkeys(Limit, 0)
+        self._now = 0.0  # of the last turn
         # Kept here, so that what was decided and what was not yet heard outlive a broken law.
         self._events: deque[Event] = deque()
         self._effects: list[Effect] = []
@@ -117,7 +124,7 @@ class Engine:
 
     def handle(self, events: Sequence[Event], now: float) -> list[Effect]:
         """Take note of what happened, and say what to do. Raises LawBroken: a bug, see `contain`."""
-        effects = self._effects
+        effects, self._now = self._effects, now
         self._events.extend(events)
         for home in self._homes.values():
             home.scheduler.memory.at(now)
@@ -128,6 +135,7 @@ class Engine:
         for home in self._homes.values():
             self._plan(home, now, effects)
             self._report_names(home, effects)
+            self._note_begun(home, now)
             home.scheduler.memory.check()
         if self._is_closing and not self._groups:
             self._drain(effects)
@@ -138,6 +146,8 @@ class Engine:
     def deadline(self) -> float | None:
         """When a Tick is wanted, if nothing else happens before."""
         times = [homeless.since + self.settings.recovery_s for homeless in self._homeless]
+        if self._clocks.next_at is not None:
+            times.append(self._clocks.next_at)
         for home in self._homes.values():
             times.append(home.lease.deadline)
             if home.scheduler.flights:
@@ -156,7 +166,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no row, preempted ones included."""
-        return len(self._homeless) + sum(home.scheduler.line.num_waiting for home in self._homes.values())
+        return self._waiting()[0]
 
     def room_for(self, num_prompt: int, n: int) -> int | None:
         """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
@@ -189,7 +199,7 @@ class Engine:
                 pass
 
     def _submit(self, submit: Submit, now: float, effects: list[Effect]) -> None:
-        refused = self._refusal(submit)
+        refused = self._refusal(submit, now)
         if refused is not None:
             effects.append(refused)
             return
@@ -203,15 +213,37 @@ class Engine:
             return
         self._groups[submit.request_id] = group
         self._homeless.append(_Homeless(group, now))
+        settings = self.settings
+        for limit, seconds in (
+            (Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),
+            (Limit.REQUEST, shorter(settings.request_s, submit.request_s)),
+        ):
+            if seconds is not None:
+                self._clocks.set(now + seconds, submit.request_id, limit)
 
-    def _refusal(self, submit: Submit) -> Refused | None:
+    def _refusal(self, submit: Submit, now: float) -> Refused | None:
         if self._is_closing:
             return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
-        num_waiting = self.num_waiting
-        if num_waiting >= self.settings.max_waiting:
-            message = f"{num_waiting} requests are waiting; try again later"
-            return Refused(submit.request_id, Refusal.QUEUE_FULL, message)
-        return door.objection(submit, [home.scheduler for home in self._homes.values()])
+        return self._queue_full(submit, now) or door.objection(submit, [h.scheduler for h in self._homes.values()])
+
+    def _queue_full(self, submit: Submit, now: float) -> Refused | None:
+        settings, (num_waiting, num_tokens) = self.settings, self._waiting()
+        num_over = num_waiting + 1 - settings.max_waiting
+        tokens_over = (
+            num_tokens + len(submit.prompt) - settings.max_waiting_tokens if settings.max_waiting_tokens else 0
+        )
+        if num_over <= 0 and (tokens_over <= 0 or not num_tokens):
+            return None
+        retry_after_s = self._outflow.wait_s(max(num_over, 1), max(tokens_over, 0), now)
+        message = f"{num_waiting} requests with {num_tokens} tokens are waiting; try again in {retry_after_s} s"
+        return Refused(submit.request_id, Refusal.QUEUE_FULL, message, retry_after_s)
+
+    def _waiting(self) -> tuple[int, int]:
+        """Requests that wait, here or for a worker group, and the tokens of their prompts."""
+        lines = [home.scheduler.line.waiting for home in self._homes.values()]
+        num_requests = len(self._homeless) + sum(waiting.num_requests for waiting in lines)
+        num_tokens = sum(homeless.group.num_prompt for homeless in self._homeless)
+        return num_requests, num_tokens + sum(waiting.num_tokens for waiting in lines)
 
     def _pin(self, pin: Pin, effects: list[Effect]) -> None:
         salt = Salt() if pin.is_public else Salt(pin.salt, public_run(pin.tokens, self._prefixes.values()))
@@ -399,10 +431,34 @@ class Engine:
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
                 effects.append(Send(peer, Beat(home.lease.id, home.scheduler.counters.steps)))
+        for request_id, limit in self._clocks.due(now):
+            self._time_is_up(request_id, limit, now, effects)
+        self._clocks.clear_away(self._groups.__contains__, len(self._groups))
 
     def _step_deadline(self, home: Home) -> float:
         since = max(home.scheduler.flights[0].sent_at, home.scheduler.last_commit_at)
         return since + self.settings.step_deadline_s
+
+    def _time_is_up(self, request_id: int, limit: Limit, now: float, effects: list[Effect]) -> None:
+        """A request has waited, or taken, as long as it may."""
+        group = self._groups.get(request_id)
+        if group is None or (limit is Limit.QUEUE and group.has_started):
+            return
+        self._timeouts[limit] += 1
+        if group.has_started:
+            message = "the request's time ran out"
+            effects.extend(Finished(request_id, i, FinishReason.TIMEOUT, message) for i in group.indices())
+        else:
+            effects.append(self._gave_up_waiting(group, limit, now))
+        self._cancel(request_id)
+
+    def _gave_up_waiting(self, group: Group, limit: Limit, now: float) -> Refused:
+        if limit is Limit.REQUEST:
+            message = "the request's time ran out before it could begin; allow more (timeout, --request-seconds)"
+            return Refused(group.request_id, Refusal.REQUEST_TIMEOUT, message)
+        retry_after_s = self._outflow.wait_s(*self._waiting(), now)
+        message = "the request waited too long to begin; allow more (queue_timeout, --queue-seconds) or try again"
+        return Refused(group.request_id, Refusal.QUEUE_TIMEOUT, message, retry_after_s)
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
         """A home for each group without one, in order of their turns; a word to those who have waited too long."""
@@ -443,6 +499,12 @@ class Engine:
         if scheduler.line.ended:
             self._forget_ended(home)
 
+    def _note_begun(self, home: Home, now: float) -> None:
+        line = home.scheduler.line
+        if line.num_begun:
+            self._outflow.began(line.num_begun, line.tokens_begun, now)
+            line.num_begun = line.tokens_begun = 0
+
     def _report_names(self, home: Home, effects: list[Effect]) -> None:
         journal = home.scheduler.pool.journal
         if journal.published or journal.withdrawn:
@@ -459,17 +521,24 @@ class Engine:
     # --- for onlookers, and for the day a law is broken
 
     def snapshot(self) -> Snapshot:
+        num_waiting, num_tokens = self._waiting()
+        requests_per_s, tokens_per_s = self._outflow.rates(self._now)
         return Snapshot(
             groups=tuple([group_snapshot(home) for home in self._homes.values()]),
             requests=len(self._groups),
             homeless_requests=len(self._homeless),
-            waiting_requests=self.num_waiting,
+            waiting_requests=num_waiting,
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
             requests_displaced=self._num_displaced,
             requests_recovered=self._num_recovered,
             laws_broken=self._laws_broken,
             is_closing=self._is_closing,
+            waiting_tokens=num_tokens,
+            drained_requests_per_s=requests_per_s,
+            drained_tokens_per_s=tokens_per_s,
+            queue_timeouts=self._timeouts[Limit.QUEUE],
+            request_timeouts=self._timeouts[Limit.REQUEST],
         )
 
     def block_map(self) -> BlockMap:

@@ -49,6 +49,8 @@ class Submit:
     priority: int = 0  # lower runs first, as vLLM has it
     salt: bytes = b""
     beams: BeamSettings | None = None
+    queue_s: float | None = None  # how long it may wait to begin, and
+    request_s: float | None = None  # take in all: within what the settings allow
 
     @property
     def width(self) -> int:
@@ -131,6 +133,8 @@ class Refusal(Enum):
     TOO_WIDE = "too wide"  # more sequences than rows or budget
     QUEUE_FULL = "queue full"
     NO_WORKER = "no worker"
+    QUEUE_TIMEOUT = "queue timeout"  # it waited too long to begin
+    REQUEST_TIMEOUT = "request timeout"  # its time ran out before it began
     PINS_FULL = "pins full"  # a named prefix beyond what may be pinned, or that would strand an accepted request
     SHUTTING_DOWN = "shutting down"
 
@@ -140,6 +144,7 @@ class Refused:
     request_id: int
     refusal: Refusal
     message: str  # for the client: what is wrong, and which setting or field to change
+    retry_after_s: int = 0  # when there may be room, by the rate at which the queue drains; 0: nothing is known
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ class Lineup:
         self.waiting = Turns()
         self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
+        self.num_begun = self.tokens_begun = 0  # requests that began since somebody last looked, and their prompts
         self.free_rows = list(range(max_rows - 1, -1, -1))
         self.returning: list[tuple[Group, Departure]] = []  # on rows, with less than they had when they left
         self.num_recomputed = self.num_swapped_out = self.num_swapped_in = 0  # groups

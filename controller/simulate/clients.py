@@ -15,6 +15,8 @@ from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases, WorldBroken, demand
 from kilburn.shared.types import FinishReason
 
+FOREVER_S = float("inf")
+
 
 @dataclass(slots=True)
 class Case:
@@ -186,7 +188,14 @@ class Clients:
                 budget = self.scenario.max_step_tokens
                 holds = not any(submit.width <= min(h.max_rows, h.max_step_tokens, budget) for h in known)
             case Refusal.QUEUE_FULL:
-                holds = len(self.live()) >= self.scenario.max_waiting
+                others = [len(other.submit.prompt) for other in self.live() if other is not case]
+                most = self.scenario.max_waiting_tokens or sum(others) + len(submit.prompt)
+                holds = len(others) >= self.scenario.max_waiting or sum(others) + len(submit.prompt) > most
+                demand(refused.retry_after_s >= 1, "nobody says when to try again", rid)
+            case Refusal.QUEUE_TIMEOUT:
+                holds = now - case.at_s >= self.queue_s(case) - 1e-6 and refused.retry_after_s >= 1
+            case Refusal.REQUEST_TIMEOUT:
+                holds = now - case.at_s >= self.request_s(case) - 1e-6
             case Refusal.NO_WORKER:
                 holds = not views or self._waited_in_vain(case, now)
             case Refusal.SHUTTING_DOWN:
@@ -203,6 +212,10 @@ class Clients:
         demand(case.refused is None and case.ended[index] is None, f"index {index} ends twice", rid)
         case.ended[index] = finished.reason
         self.last_progress_s = now
+        if finished.reason is FinishReason.TIMEOUT:
+            demand(case.is_started, "its time ran out before it began, and it was not refused", rid)
+            demand(now - case.at_s >= self.request_s(case) - 1e-6, "its time ran out early", rid)
+            return
         if case.search is not None:
             demand(finished.reason is FinishReason.ERROR, f"a search ends by {finished.reason.value}", rid)
             demand(case.has_failed_row or self._waited_in_vain(case, now), f"it failed: {finished.message}", rid)
@@ -223,7 +236,27 @@ class Clients:
 
     # --- how long they wait
 
+    def queue_s(self, case: Case) -> float:
+        return min(case.submit.queue_s or FOREVER_S, self.scenario.queue_s or FOREVER_S)
+
+    def request_s(self, case: Case) -> float:
+        return min(case.submit.request_s or FOREVER_S, self.scenario.request_s or FOREVER_S)
+
+    def check_limits(self, now: float) -> None:
+        """Nobody waits, or takes, longer than he may; no more wait than may."""
+        live = self.live()
+        waiting = [case for case in live if not case.is_started]
+        demand(len(waiting) <= self.scenario.max_waiting, f"{len(waiting)} requests wait")
+        num_tokens = sum(len(case.submit.prompt) for case in waiting)
+        most = self.scenario.max_waiting_tokens or num_tokens
+        demand(num_tokens <= most or len(waiting) == 1, f"{num_tokens} tokens wait")
+        for case in waiting:
+            demand(now - case.at_s <= self.queue_s(case) + 1e-6, "it waits longer than it may", case.request_id)
+        for case in live:
+            demand(now - case.at_s <= self.request_s(case) + 1e-6, "it takes longer than it may", case.request_id)
+
     def watch(self, now: float) -> None:
+        self.check_limits(now)
         for case in self.live():
             if self._can_be_placed(case, now):
                 case.unplaceable_since_s = None

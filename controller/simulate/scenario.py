@@ -77,6 +77,9 @@ class Scenario:
     move_s: float  # what workers say a block moved takes, and
     compute_s: float  # a position computed
     aging_s: float  # of waiting, for a level of priority
+    max_waiting_tokens: int  # 0: any
+    queue_s: float  # how long a request may wait; 0: for ever
+    request_s: float  # how long it may take; 0: for ever
 
     @property
     def vocab_size(self) -> int:
@@ -121,6 +124,9 @@ def draw_scenario(seed: int) -> Scenario:
     sizes = (block_size, max_len, vocab_size)
     hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
     step_s = rng.choice((0.01, 0.03))
+    limits = Random(seed ^ 0x11A1)
+    if limits.random() < 0.1:
+        errands = tuple([_hurried(limits, errand) for errand in errands])
     return Scenario(
         seed=seed,
         depth=depth,
@@ -144,6 +150,9 @@ def draw_scenario(seed: int) -> Scenario:
         move_s=rng.choice((1e-6, 1e-4)),
         compute_s=rng.choice((1e-6, 1e-4)),
         aging_s=Random(seed ^ 0xA9E).choice((0.0, 0.02, 0.2, 60.0)),
+        max_waiting_tokens=limits.choice((0,) * 8 + (30, 100)),
+        queue_s=limits.choice((0.0,) * 10 + (0.1, 1.0)),
+        request_s=limits.choice((0.0,) * 10 + (0.3, 2.0)),
     )
 
 
@@ -245,6 +254,12 @@ def _draw_errands(rng: Random, stems: list[list[int]], vocab_size: int, is_crowd
         stops = ((rng.randrange(n), rng.randint(1, 6)),) if rng.random() < 0.15 else ()
         errands.append(Errand(at_s, submit, cancels, stops))
     return tuple(errands)
+
+
+def _hurried(rng: Random, errand: Errand) -> Errand:
+    """Perhaps with limits of its own."""
+    queue_s, request_s = rng.choice((None, 0.05, 0.5)), rng.choice((None, 0.2, 5.0))
+    return replace(errand, submit=replace(errand.submit, queue_s=queue_s, request_s=request_s))
 
 
 def _draw_beams(rng: Random, sampling: Sampling, vocab_size: int) -> tuple[BeamSettings, Sampling]:

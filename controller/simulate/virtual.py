@@ -71,6 +71,9 @@ class World:
                 most_pinned=scenario.most_pinned,
                 preemption=scenario.preemption,
                 aging_s=scenario.aging_s,
+                max_waiting_tokens=scenario.max_waiting_tokens,
+                queue_s=scenario.queue_s,
+                request_s=scenario.request_s,
             )
         )
         self.judge = Judge(scenario)

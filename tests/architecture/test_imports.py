@@ -28,7 +28,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
-    ("block_map", "door"),
+    ("block_map", "door", "limits"),
     ("snapshot",),
     ("placement",),
     ("scheduler", "lease"),

@@ -281,6 +281,39 @@ MUTANTS = [
         "            self._homeless.append(_Homeless(group, now))\n\n    # --- what time",
         "            del self._groups[group.request_id]\n\n    # --- what time",
     ),
+    # --- limits
+    one(
+        "waiting tokens are not counted",
+        "engine.py",
+        "if num_over <= 0 and (tokens_over <= 0",
+        "if num_over <= 0 and (True",
+    ),
+    one("waiting requests are not counted", "engine.py", "if num_over <= 0 and", "if"),
+    one(
+        "who began is turned away for waiting",
+        "engine.py",
+        "if group is None or (limit is Limit.QUEUE and group.has_started):",
+        "if group is None:",
+    ),
+    one("nobody waits too long", "engine.py", "(Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),", ""),
+    one(
+        "a request may take for ever",
+        "engine.py",
+        "(Limit.REQUEST, shorter(settings.request_s, submit.request_s)),",
+        "",
+    ),
+    one(
+        "whose time is up keeps its blocks",
+        "engine.py",
+        "        self._cancel(request_id)\n\n    def _gave",
+        "\n    def _gave",
+    ),
+    one(
+        "a client may ask for more time",
+        "limits.py",
+        "return min(asked_s, setting_s) if",
+        "return max(asked_s, setting_s) if",
+    ),
     # --- whose turn it is
     one("who waits does not rise", "turns.py", "now + place.priority * aging_s if aging_s else", ""),
     one(
