@@ -63,7 +63,7 @@ def make_plan(settings: PlanSettings, folder: Path) -> Plan:
     max_len = settings.max_len or shape.max_len
     layout = ledger.layout_for(shape, settings.block_size, dtype, settings.kv_dtype, settings.kv_scales)
     recorded = ledger.recorded_sizes(min(settings.max_rows, settings.max_step_tokens))
-    batch = ledger.Batch(settings.max_rows, settings.max_step_tokens, max_len, tuple(recorded))
+    batch = ledger.Batch(settings.max_rows, settings.max_step_tokens, max_len, tuple(recorded), is_fused=True)
     bare = ledger.bill(shape, layout, dtype, batch)
     _check_memory(settings, bare)
     num_blocks = pool_size.sized(

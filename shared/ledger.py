@@ -20,9 +20,11 @@ from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
 from kilburn.shared.model_shape import Build, ModelShape
 
 LOGITS_TILE_BYTES = 16 << 20  # logits of more rows than this are made and sampled in turns, while caches hold them
-# At their height, where every row has penalties, top_k and top_p: the logits, the shaped ones, the scaled ones, their
-# masses, the masses above a floor, and whether each is above it.
-LOGITS_BYTES_EACH = 5 * 4 + 1
+# Bytes that a logit costs at the height of sampling, where every row has penalties, top_k and top_p. By array code: the
+# logits, the shaped ones, the scaled ones, their masses, the masses above a floor, and whether each is above it. By a
+# kernel that goes over them in place: the logits and the shaped ones.
+LOGIT_BYTES = 5 * 4 + 1
+FUSED_LOGIT_BYTES = 2 * 4
 TOLERANCE = 0.05  # by how much plan and measurement may differ
 
 
@@ -144,8 +146,8 @@ def logits_rows(vocab_size: int, max_rows: int) -> int:
     return max(1, min(max_rows, LOGITS_TILE_BYTES // (4 * vocab_size)))
 
 
-def logits_bytes(vocab_size: int, max_rows: int) -> int:
-    return LOGITS_BYTES_EACH * vocab_size * logits_rows(vocab_size, max_rows)
+def logits_bytes(vocab_size: int, max_rows: int, is_fused: bool) -> int:
+    return (FUSED_LOGIT_BYTES if is_fused else LOGIT_BYTES) * vocab_size * logits_rows(vocab_size, max_rows)
 
 
 def buffer_bytes(max_rows: int, max_step_tokens: int, max_len: int, block_size: int) -> int:
@@ -174,12 +176,13 @@ def graph_bytes(shape: ModelShape, dtype: str, sizes: list[int], max_len: int, b
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """How much is computed at once: the settings of these names, and the sizes of decodes that are recorded."""
+    """How much is computed at once: the settings of these names, and how a device of its own goes about it."""
 
     max_rows: int
     max_step_tokens: int
     max_len: int
-    recorded: tuple[int, ...] = ()
+    recorded: tuple[int, ...] = ()  # numbers of rows whose decodes are recorded
+    is_fused: bool = False  # sampling goes over the logits in place
 
 
 def bill(
@@ -189,7 +192,7 @@ def bill(
     return Ledger(
         weight_bytes=shape.weight_bytes,
         activation_bytes=activation_bytes(shape, dtype, batch.max_step_tokens),
-        logits_bytes=logits_bytes(shape.vocab_size, batch.max_rows),
+        logits_bytes=logits_bytes(shape.vocab_size, batch.max_rows, batch.is_fused),
         buffer_bytes=buffer_bytes(batch.max_rows, batch.max_step_tokens, batch.max_len, layout.block_size),
         graph_bytes=graph_bytes(shape, dtype, list(batch.recorded), batch.max_len, layout.block_size),
         kv_bytes=num_blocks * layout.bytes_per_block,

@@ -132,8 +132,11 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
 
 
 def batch_of(limits: Limits, device: torch.device) -> ledger.Batch:
-    recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens)) if can_capture(device) else []
-    return ledger.Batch(limits.max_rows, limits.max_step_tokens, limits.max_len, tuple(recorded))
+    sizes = (limits.max_rows, limits.max_step_tokens, limits.max_len)
+    if not can_capture(device):
+        return ledger.Batch(*sizes)
+    recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens))
+    return ledger.Batch(*sizes, tuple(recorded), is_fused=True)
 
 
 def executor_for(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.gpu_ledger import MODELS, ledger_rows
 from kilburn.shared import ledger, pool_size
 from kilburn.shared.config import WorkerSettings
 from kilburn.shared.layout import KVLayout
@@ -37,6 +38,8 @@ def test_a_known_model_adds_up() -> None:
     assert bill.kv_bytes == 10 << 30
     assert bill.activation_bytes == 2048 * (3 * 4096 + 80 * 128 + 3 * 14336) * 2
     assert bill.logits_bytes == 21 * 128256 * 32  # 32 rows at once fit the tile
+    fused = ledger.bill(LLAMA_8B, KV, "bfloat16", replace(batch, is_fused=True))
+    assert fused.logits_bytes == 8 * 128256 * 32
     assert bill.buffer_bytes == 24 * 2048 + 4 * 65 + 64 * (4 + 8 + 4 * 512)
     assert bill.graph_bytes == 0
     assert bill.device_bytes == 16_060_522_496 + bill.step_bytes + bill.kv_bytes
@@ -127,6 +130,13 @@ def test_a_plan_that_is_wrong_is_said_to_be(tmp_path: Path) -> None:
     found = ready(folder, "float32")
     wrong = replace(found.planned, weight_bytes=found.planned.weight_bytes // 2)
     assert any(line.startswith("weights planned as") for line in ledger.compared(wrong, found.ledger))
+
+
+def test_what_a_gpu_will_be_asked_holds_here() -> None:
+    rows = ledger_rows("cpu", is_dry=True)
+    assert {row["model"] for row in rows} == set(MODELS)
+    assert len(rows) == len(MODELS) * 8
+    assert [row for row in rows if not row["ok"]] == []
 
 
 def test_a_meter_sees_what_is_alive_together_and_no_more() -> None:
