@@ -22,12 +22,12 @@ BUDGETS_S = {
     "lint": 60,
     "architecture": 60,
     "core": 75,
-    "sim": 260,
+    "sim": 245,
     "wire": 90,
     "kernels": 200,
     "worker": 200,
     "api": 100,
-    "page": 75,
+    "page": 90,
     "system": 380,
 }
 LAST_WORDS_S = 10.0

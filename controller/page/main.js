@@ -34,7 +34,8 @@ function showPools() {
   const wanted = new Map([...known.pools].filter(([, pool]) => pool.cells.length));
   for (const [key, view] of views) if (!wanted.has(key)) { view.root.parentNode.remove(); views.delete(key); }
   element("no-pools").hidden = wanted.size > 0;
-  const looked = picked !== null ? new Set([picked]) : null;
+  // A request that holds nothing yet dims nothing.
+  const looked = picked !== null && [...known.tables.values()].some((table) => table.request === picked) ? new Set([picked]) : null;
   for (const [key, pool] of wanted) {
     let view = views.get(key);
     if (!view) {
@@ -68,6 +69,7 @@ function show(now) {
   put(element("model"), event.model);
   state(...(event.is_closing ? ["bad", "shutting down"] : event.can_produce ? ["good", "ready"] : ["bad", "no worker is ready"]));
   element("key").hidden = true;
+  document.querySelector("main").hidden = false;
   showPools();
   showFigures(event);
   requests.show(known, picked, ours);
@@ -87,6 +89,7 @@ function refused(status, message) {
     ? "This key may ask the model, but the map shows everybody's requests: it wants an operator's key (a line TENANT:KEY:admin in the file of keys)."
     : follower.key ? `That key was not accepted: ${message}.` : "This server wants a key.");
   element("key").hidden = false;
+  document.querySelector("main").hidden = true;
   element("key-input").focus();
 }
 

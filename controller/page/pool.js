@@ -177,6 +177,7 @@ export class PoolView {
       canvas.style.height = `${canvas.height / dpr}px`;
     }
     this.draw();
+    if (this.isShown) this.show(this.cursor);
   }
 
   draw() {

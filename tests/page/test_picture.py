@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.map import measured
 from kilburn.controller.api.layout import to_json
 from kilburn.controller.core.events import Left
 from kilburn.controller.core.policy import Preemption
@@ -107,3 +108,10 @@ def test_an_event_that_does_not_fit_is_not_believed(spoil: dict[str, object]) ->
     event = json.loads(to_json(change(onlooker.before, onlooker.picture(), 1)))
     with pytest.raises(FeedBroken):
         onlooker.follower.apply(event | spoil)
+
+
+def test_the_bench_measures_what_a_look_costs() -> None:
+    figures = measured(num_blocks=400, num_sequences=8, steps=2)
+    assert figures["owned"] + figures["cached"] == 400
+    assert 0 < figures["change_bytes"] < figures["whole_bytes"]
+    assert figures["look_ms"] > 0
