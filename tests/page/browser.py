@@ -96,7 +96,7 @@ class Page:
         assert "exceptionDetails" not in answer, f"{expression}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
-    async def until(self, expression: str, within_s: float = 15.0) -> None:
+    async def until(self, expression: str, within_s: float = 30.0) -> None:
         """Waits until it is true; fails where it does not become so in time."""
         try:
             async with asyncio.timeout(within_s):

@@ -14,6 +14,7 @@ import pytest
 
 from tests.api.world import World, served, text_after
 from tests.page.browser import Page, Screen, opened_page, started_browser
+from tests.page.test_picture import onlooker_of
 
 ROOT_KEY, ALICE_KEY = "sk-root-00002", "sk-alice-0001"
 DESK = Screen(1360, 900)
@@ -114,6 +115,32 @@ async def expect_owned_colour(world: World, page: Page) -> None:
         )
         at = ((block % columns + 0.4) * side, (block // columns + 0.4) * side)
         assert await page.pixel(".base", *at) == (*bytes.fromhex(wanted), 255), name
+
+
+APPLIED = """import("/map/feed.js").then((feed) => {
+  const known = new feed.Known();
+  for (const event of %s) known.apply(event);
+  const pools = {}, tables = {}, requests = Object.fromEntries(known.requests);
+  for (const [key, pool] of known.pools) pools[key] = [...pool.cells];
+  for (const [key, table] of known.tables) tables[key] = [table.lease, table.tier, [...table.blocks]];
+  return {pools, tables, requests, notes: known.notes.map((note) => note.text)};
+})"""
+
+
+async def test_what_the_page_makes_of_events_is_what_the_terminal_does(browser: str, tmp_path: Path) -> None:
+    async with shown(browser, tmp_path) as (_, page):
+        for seed in range(6):
+            onlooker = onlooker_of(seed)
+            reader = onlooker.follower
+            found = await page.ask(APPLIED % f"[{','.join(onlooker.events)}]")
+            pools = {f"{lease}/0": list(cells) for lease, cells in reader.cells.items()}
+            pools |= {f"{lease}/1": list(cells) for lease, cells in reader.host_cells.items()}
+            assert found["pools"] == pools
+            assert found["tables"] == {
+                f"{r}.{s}": [*where, blocks] for (r, s), (*where, blocks) in reader.tables.items()
+            }
+            assert found["requests"] == {str(id): row for id, row in reader.requests.items()}
+            assert found["notes"] == [note["text"] for note in reader.notes]
 
 
 async def test_by_keyboard_and_by_ear(browser: str, tmp_path: Path) -> None:
