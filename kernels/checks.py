@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kilburn.kernels.contract import Batch, Odds, Rope
+from kilburn.kernels.contract import LARGEST, Batch, Odds, Rope
 
 
 def said(tensor: Tensor) -> str:
@@ -45,6 +45,20 @@ def check_cache(kv: Tensor, q: Tensor) -> None:
     if q.shape[1] % kv.shape[2]:
         raise ValueError(f"q {said(q)}: want a multiple of the {kv.shape[2]} heads of kv {said(kv)}")
     check_heads("q", q, q, q.shape[1])
+
+
+def check_scales(kv: Tensor, scales: Tensor | None) -> None:
+    """A kv of 8 bits has scales, one a head or one a row, and no other has."""
+    if (kv.dtype in LARGEST) != (scales is not None):
+        raise ValueError(f"kv {said(kv)}: want scales with a dtype of 8 bits, and with no other")
+    if scales is None:
+        return
+    heads, rows = (2, kv.shape[2]), (kv.shape[0], 2, kv.shape[2], kv.shape[3])
+    is_row = scales.shape == rows and (scales.stride(3) == 1 or rows[3] == 1)
+    if scales.dtype != torch.float32 or not (is_row or (scales.shape == heads and scales.is_contiguous())):
+        raise ValueError(
+            f"scales {said(scales)}: want float32 {list(heads)}, contiguous, or {list(rows)}, rows contiguous"
+        )
 
 
 def check_write(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:

@@ -15,14 +15,22 @@ prefix hit and a decode step differ only in how many query rows a sequence bring
 T = tokens, Hq = query heads, Hkv = KV heads (Hq is a multiple of it), D = head_dim, bs = block_size.
 `kv` is one layer of a pool, `pool[:, layer]`: [num_blocks, 2, Hkv, bs, D], strided, since the next block's piece of
 this layer is a whole block away.
+
+A pool of 8 bits comes with scales: value = stored * scale. They are float32 and of either form:
+
+    static    [2, Hkv]                     one for a head's keys and one for its values, found before
+    block     [num_blocks, 2, Hkv, bs]     one for each row, written with it: a view of the blocks' own scale areas
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # of the types of 8 bits: what a scale brings values below
+Scales = Sequence[Tensor] | None  # of a whole pool: one tensor a layer, or None for a pool that is not of 8 bits
 
 
 @dataclass(slots=True)
@@ -58,6 +66,7 @@ class Shapes:
     block_size: int
     dtype: torch.dtype
     vocab: int = 0  # 0: nothing is sampled
+    kv_dtype: torch.dtype | None = None  # None: as dtype
 
 
 @dataclass(slots=True)
@@ -137,11 +146,21 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up. gate_up [T, 2 * I], the gate first; returns [T, I]."""
 
-    def kv_write(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
+    def kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        rope: Rope | None,
+        scales: Tensor | None = None,
+    ) -> None:
         """Rotates q in place and writes the rotated k, and v, to `batch.slots` of kv.
 
         q [T, Hq, D], k and v [T, Hkv, D] may be strided views of one fused output (last dimension contiguous). Whether
-        k is rotated in place too is left open: nobody may read it afterwards.
+        k is rotated in place too is left open: nobody may read it afterwards. For a kv of 8 bits what is stored is
+        value / scale, limited to LARGEST and rounded to the nearest; a row's own scale is its largest size / LARGEST.
         """
 
     def paged_attention(
@@ -154,6 +173,7 @@ class Kernels(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of each sequence's query rows over its own blocks. q, out [T, Hq, D], sinks [Hq].
 

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels import reference
-from kilburn.kernels.contract import Batch, IdleWatch, Kernels, Likeliest, Odds, Rope, Sampled, Shapes, Stopwatch
+from kilburn.kernels.contract import (
+    Batch,
+    IdleWatch,
+    Kernels,
+    Likeliest,
+    Odds,
+    Rope,
+    Sampled,
+    Scales,
+    Shapes,
+    Stopwatch,
+)
 
 if TYPE_CHECKING:
     from kilburn.kernels.cpu.products import FewRows, PanelProduct
@@ -20,10 +31,12 @@ __all__ = [
     "Odds",
     "Rope",
     "Sampled",
+    "Scales",
     "Shapes",
     "can_capture",
     "few_rows_product",
     "kernels_for",
+    "kv_forms",
     "stopwatch_for",
 ]
 
@@ -70,6 +83,18 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 
         return EventWatch(device)
     return IdleWatch()
+
+
+def kv_forms(device: torch.device) -> dict[str, tuple[str, ...]]:
+    """The types of 8 bits that the kernels of `device` store KV in, each with where its scales may be; the first of
+    these is what is taken where nobody says."""
+    if device.type != "cuda":
+        return {"int8": ("block", "static")}
+    forms = {"int8": ("static",)}
+    # Ada and Hopper were the first to convert e4m3; AMD's cards before gfx950 have another one.
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+        forms["fp8"] = ("static",)
+    return forms
 
 
 def can_capture(device: torch.device) -> bool:

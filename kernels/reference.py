@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kilburn.kernels.contract import Batch, Likeliest, Odds, Rope, Sampled, Shapes
+from kilburn.kernels.contract import LARGEST, Batch, Likeliest, Odds, Rope, Sampled, Shapes
 from kilburn.kernels.philox import uniform
 
 name = "reference (plain torch; slow)"
@@ -56,15 +56,45 @@ def rotated(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     return torch.cat((turned, rest), dim=-1).to(x.dtype)
 
 
-def kv_write(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
+def kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    batch: Batch,
+    rope: Rope | None,
+    scales: Tensor | None = None,
+) -> None:
     if rope is not None:
         q.copy_(rotated(q, batch.positions, rope))
         k = rotated(k, batch.positions, rope)
     written = batch.slots >= 0
     slots, block_size = batch.slots[written], kv.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    kv[blocks, 0, :, offsets] = k[written].to(kv.dtype)
-    kv[blocks, 1, :, offsets] = v[written].to(kv.dtype)
+    for which, new in enumerate((k[written], v[written])):
+        if scales is not None:
+            wide = new.to(_wide(new.dtype))
+            if scales.dim() == 2:
+                scale = scales[which].expand(wide.shape[:2])
+            else:  # a row of zeros has the scale 0, and a row that is not finite a scale that is not
+                scale = (wide.abs().amax(dim=-1) / LARGEST[kv.dtype]).to(scales.dtype)
+                scales[blocks, which, :, offsets] = scale
+            new = eight_bits(wide / scale[..., None], kv.dtype)
+        kv[blocks, which, :, offsets] = new.to(kv.dtype)
+
+
+def eight_bits(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x limited to what `dtype` holds, and rounded where it holds whole numbers; what is no number is 0."""
+    limited = x.nan_to_num(0.0).clamp(-LARGEST[dtype], LARGEST[dtype])
+    return (limited.round() if dtype == torch.int8 else limited).to(dtype)
+
+
+def values_of(kv: Tensor, scales: Tensor | None, table: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the blocks of a table hold: [blocks, 2, Hkv, bs, D] of `dtype`."""
+    held = kv[table].to(dtype)
+    if scales is None:
+        return held
+    return held * (scales[..., None, None] if scales.dim() == 2 else scales[table][..., None]).to(dtype)
 
 
 def paged_attention(
@@ -76,6 +106,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     out.zero_()
@@ -85,7 +116,8 @@ def paged_attention(
         if start == end or context == 0:
             continue
         table = batch.tables[seq, : -(-context // block_size)].long()
-        held = kv[table].to(_wide(q.dtype)).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, Hkv, context, D]
+        held = values_of(kv, scales, table, _wide(q.dtype))
+        held = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]  # [2, Hkv, context, D]
         keys, values = held.repeat_interleave(q.shape[1] // kv.shape[2], dim=1)
         score = torch.einsum("qhd,hcd->hqc", q[start:end].to(keys.dtype), keys) * scale
         if soft_cap is not None:

@@ -126,6 +126,14 @@ class WorkerSettings(Settings):
         "auto", Choice(("auto", "cpu", "cuda")), "where the model runs; auto: cuda where there is one"
     )
     dtype: str = setting("auto", DTYPES, "of weights and KV; auto: by device")
+    kv_dtype: str = setting(
+        "auto", Choice(("auto", "fp8", "int8")), "of KV alone; auto: as dtype; fp8 (e4m3) on GPUs, int8 anywhere"
+    )
+    kv_scales: str = setting(
+        "auto",
+        Choice(("auto", "static", "block")),
+        "of 8-bit KV; static: one a layer and head, measured at load; block: one a row, kept in its block",
+    )
     threads: int = setting(0, Count(0, 1024), "CPU threads of the model; 0: as many as there are cores")
     block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
     kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
@@ -146,6 +154,8 @@ class WorkerSettings(Settings):
         yield from super().faults()
         if self.num_blocks and self.kv_memory:
             yield "num_blocks", "the pool's size is given twice; leave out num_blocks or kv_memory"
+        if self.kv_scales != "auto" and self.kv_dtype == "auto":
+            yield "kv_scales", "only KV of 8 bits has scales; give kv_dtype int8 or fp8, or leave kv_scales out"
         if self.max_step_tokens < self.max_rows:
             yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"
 

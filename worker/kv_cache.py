@@ -3,10 +3,12 @@
     device pool [num_blocks,      layers, 2, kv_heads, block_size, head_dim]    read and written by the kernels
     host pool   [num_host_blocks, layers, 2, kv_heads, block_size, head_dim]    swapped tables and evicted blocks
 
-A block is one contiguous piece in either, so a move is one copy. A plan's moves run in the order swaps out, copies,
-swaps in, before anything is computed and on the stream that computes: what a block held is out before it is written
-again, and what comes back is there before it is read. Pools begin zeroed; what a block held for an earlier owner is
-never read, as the kernels mask everything beyond a sequence's context.
+    8 bits      [ values of a block | its own scales ]  ...             where scales are kept in the blocks
+
+A block is one contiguous piece in either, so a move is one copy, and scales that a block keeps go where it goes. A
+plan's moves run in the order swaps out, copies, swaps in, before anything is computed and on the stream that computes:
+what a block held is out before it is written again, and what comes back is there before it is read. Pools begin zeroed;
+what a block held for an earlier owner is never read, as the kernels mask everything beyond a sequence's context.
 
 What this file does not know: who owns a block. A plan that names a block that does not exist is refused.
 """
@@ -20,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Kernels, stopwatch_for
-from kilburn.shared.layout import KVLayout
+from kilburn.kernels.dispatch import Kernels, Scales, stopwatch_for
+from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout
 from kilburn.worker.outcomes import PlanBroken
 
 Pairs = Sequence[tuple[int, int]]
@@ -31,26 +33,36 @@ class KVCache:
     """Both pools of one worker."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, num_host_blocks: int, device: torch.device, kernels: Kernels
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        num_host_blocks: int,
+        device: torch.device,
+        kernels: Kernels,
+        static_scales: Tensor | None = None,
     ) -> None:
-        if layout.scale_bytes:
-            raise ValueError("blocks with a scale area are not stored yet; use a dtype without scales")
+        """`static_scales` float32 [layers, 2, kv_heads]: of KV of 8 bits whose blocks have no scale area."""
+        num_scales = (layout.scale_bytes > 0) + (static_scales is not None)
+        if num_scales != (layout.dtype in EIGHT_BITS.values()):
+            raise ValueError(f"{layout}, {num_scales} kinds of scales: KV of 8 bits has one kind, other KV has none")
         self.layout, self.num_blocks, self.num_host_blocks = layout, num_blocks, num_host_blocks
         self._kernels, self._watch = kernels, stopwatch_for(device)
-        dtype = getattr(torch, layout.dtype)
-        shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (layout.bytes_per_block,)
         if has_own_memory(device):
-            self.pool = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
+            blocks = torch.zeros((num_blocks, *shape), dtype=torch.int8, device=device)
             # Pinned, so that copies need no staging.
-            self.host_pool = torch.zeros((num_host_blocks, *shape), dtype=dtype, pin_memory=True)
+            host_blocks = torch.zeros((num_host_blocks, *shape), dtype=torch.int8, pin_memory=True)
         else:
-            self.pool = _untouched((num_blocks, *shape), dtype)
-            self.host_pool = _untouched((num_host_blocks, *shape), dtype)
-
-    @property
-    def host_blocks(self) -> Tensor:
-        """Whole blocks of the host pool."""
-        return self.host_pool
+            blocks, host_blocks = _untouched((num_blocks, *shape)), _untouched((num_host_blocks, *shape))
+        self.pool, self.host_pool = values_of(blocks, layout), values_of(host_blocks, layout)
+        # Whole blocks, as they are moved.
+        self._blocks, self.host_blocks = self.pool, self.host_pool
+        self.scales: Scales = None
+        if layout.scale_bytes:
+            self._blocks, self.host_blocks = blocks, host_blocks
+            self.scales = list(scales_of(blocks, layout).unbind(1))
+        elif static_scales is not None:
+            self.scales = list(static_scales.to(device).contiguous().unbind(0))
 
     def move(self, swaps_out: Pairs, copies: Pairs, swaps_in: Pairs) -> None:
         """A plan's moves, in their order: asked for, not waited for. Raises PlanBroken before anything has moved."""
@@ -62,11 +74,11 @@ class KVCache:
             return
         self._watch.start()
         if out is not None:
-            self._kernels.swap_blocks(self.pool, self.host_pool, out)
+            self._kernels.swap_blocks(self._blocks, self.host_blocks, out)
         if copy is not None:
-            self._kernels.copy_blocks(self.pool, copy.to(self.pool.device))
+            self._kernels.copy_blocks(self._blocks, copy.to(self.pool.device))
         if back is not None:
-            self._kernels.swap_blocks(self.host_pool, self.pool, back)
+            self._kernels.swap_blocks(self.host_blocks, self._blocks, back)
         self._watch.stop()
 
     def finish(self) -> float:
@@ -74,16 +86,29 @@ class KVCache:
         return self._watch.seconds()
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def values_of(blocks: Tensor, layout: KVLayout) -> Tensor:
+    """Keys and values in whole blocks, int8 [num_blocks, bytes]: a view of the shape above."""
+    count = layout.values_per_block * DTYPE_BYTES[layout.dtype]
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    return blocks[:, :count].view(getattr(torch, layout.dtype)).unflatten(1, shape)
+
+
+def scales_of(blocks: Tensor, layout: KVLayout) -> Tensor:
+    """The scale areas of whole blocks: a float32 view [num_blocks, layers, 2, kv_heads, block_size]."""
+    shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size)
+    return blocks.view(torch.float32)[:, -layout.scales_per_block :].unflatten(1, shape)
+
+
+def _untouched(shape: tuple[int, ...]) -> Tensor:
     """Zeros in the host's memory, of which a page costs nothing until something is written to it."""
-    num_bytes = math.prod(shape) * dtype.itemsize
+    num_bytes = math.prod(shape)
     if num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=torch.int8)
     pages = mmap.mmap(-1, num_bytes)  # the tensor keeps it
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=torch.int8).view(shape)
 
 
 def _checked(pairs: Pairs, what: str, num_sources: int, num_destinations: int) -> Tensor | None:

@@ -145,9 +145,8 @@ def heights(runner: ModelRunner, device: torch.device) -> Heights:
 
 def _forward(runner: ModelRunner, work: Work) -> Tensor:
     """Hidden states, by the model itself: a recorded decode holds nothing anew."""
-    return runner.model.forward(
-        runner.inputs.ids.fill(work.ids), runner.cache.pool, runner.inputs.batch(work), runner.kernels
-    )
+    ids, batch, cache = runner.inputs.ids.fill(work.ids), runner.inputs.batch(work), runner.cache
+    return runner.model.forward(ids, cache.pool, batch, runner.kernels, cache.scales)
 
 
 def _begun(runner: ModelRunner, num_tokens: int, each: int = 0) -> Work:

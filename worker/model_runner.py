@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels, can_capture
+from kilburn.kernels.dispatch import Batch, Kernels, Scales, can_capture
 from kilburn.shared.ledger import logits_rows
 from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
@@ -34,8 +34,11 @@ HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 class Model(Protocol):
     """What a model is to the runner."""
 
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
-        """Writes the KV of the batch into the pool. ids int64 [T]; returns hidden states [T, hidden]."""
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales) -> Tensor:
+        """Writes the KV of the batch into the pool. ids int64 [T]; returns hidden states [T, hidden].
+
+        `scales` are those of a pool of 8 bits, one tensor a layer.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden]; returns float32 [R, vocabulary]."""
@@ -114,14 +117,14 @@ class ModelRunner:
 
     def record(self, record: Record) -> None:
         """From now on decodes are replayed."""
-        limits, pool = self.rows.limits, self.cache.pool
+        limits, pool, scales = self.rows.limits, self.cache.pool, self.cache.scales
         with torch.inference_mode():
             self.graphs = recorded(
                 self.inputs,
                 min(limits.max_rows, limits.max_step_tokens),
                 self.rows.max_blocks,
                 limits.max_len,
-                lambda ids, batch: self.model.forward(ids, pool, batch, self.kernels),
+                lambda ids, batch: self.model.forward(ids, pool, batch, self.kernels, scales),
                 record,
             )
 
@@ -136,7 +139,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.takes(work):
             hidden = self.graphs.run(work)
         else:
-            hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels)
+            hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels, self.cache.scales)
         # A sum is NaN or infinite if a term is: one pass, and one number per token goes to the host.
         is_finite = np.isfinite(hidden.sum(dim=-1, dtype=torch.float32).cpu().numpy())
         if is_finite.all():

@@ -1,6 +1,7 @@
 """From settings to a worker that is ready for its first plan, in phases whose times are printed.
 
     loading         weights into memory; their digest names the model
+    measuring KV    the scales of 8-bit KV, where they are static and this model was not measured before
     warming up      the same code that will serve runs a few tiny plans on a tiny pool, so that whatever is compiled,
                     loaded or tuned at first use is so before anybody waits for it
     pools           the KV pools, sized by the settings or by what is left
@@ -12,20 +13,22 @@ A setting that cannot be met raises SettingsError, which names it and a value th
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, kernels_for
+from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, kernels_for, kv_forms
 from kilburn.shared import ledger
 from kilburn.shared.config import SettingsError, WorkerSettings
-from kilburn.shared.layout import DTYPE_BYTES, KVLayout, blocks_for
+from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
 from kilburn.shared.messages import Admit, Hello, StepPlan
 from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_shapes
 from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
+from kilburn.worker.calibrate import digest_with, static_scales
 from kilburn.worker.knobs import Knobs
 from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes, total_host_bytes
 from kilburn.worker.measured import measured, reserved_bytes, weights_held
@@ -73,17 +76,24 @@ def make_ready(settings: WorkerSettings) -> Ready:
     """Load, warm up, make the pools. Raises SettingsError, ModelRefused."""
     device = device_of(settings.device)
     dtype = dtype_of(settings.dtype, device)
+    kept_in = scales_kept_in(settings, kv_forms(device))
     kernels = kernels_for(device)
+    kv_dtype = EIGHT_BITS.get(settings.kv_dtype, dtype)
     with phase("loading"):
-        loaded = weights.load(Path(settings.model), getattr(torch, dtype), device, Progress())
-    limits, layout = limits_for(settings, loaded), layout_for(settings, loaded, dtype)
+        loaded = load_for(settings, dtype, kv_dtype, device)
+    limits, shape = limits_for(settings, loaded), shape_of(settings, loaded, dtype, device)
+    layout, scales = ledger.layout_for(shape, settings.block_size, dtype, settings.kv_dtype, kept_in), None
+    if kept_in == "static":
+        with phase("measuring KV"):
+            scales = static_scales(loaded, getattr(torch, dtype), getattr(torch, kv_dtype), device, Progress())
+    loaded = replace(loaded, digest=digest_with(loaded.digest, layout, scales))
     with phase("warming up"):
-        warm_up(loaded, layout, limits, kernels, device)
-    shape, batch = shape_of(settings, loaded, dtype, device), batch_of(limits, device)
+        warm_up(loaded, layout, limits, kernels, device, getattr(torch, dtype), scales)
+    batch = batch_of(limits, device)
     with phase("pools"):
         workspace = ledger.bill(shape, layout, dtype, batch).step_bytes
         num_blocks, num_host_blocks = pool_sizes(settings, layout, limits, workspace, device)
-        cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels)
+        cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels, scales)
         before = reserved_bytes(device)
         executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
         if settings.verify_swap:
@@ -114,9 +124,25 @@ def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
     )
 
 
-def layout_for(settings: WorkerSettings, loaded: LoadedModel, dtype: str) -> KVLayout:
-    config = loaded.config
-    return KVLayout(settings.block_size, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+def load_for(settings: WorkerSettings, dtype: str, kv_dtype: str, device: torch.device) -> LoadedModel:
+    stored = getattr(torch, kv_dtype)
+    return weights.load(Path(settings.model), getattr(torch, dtype), device, Progress(), kv_dtype=stored)
+
+
+def scales_kept_in(settings: WorkerSettings, forms: Mapping[str, tuple[str, ...]]) -> str:
+    """Where KV of 8 bits has its scales, "static" or "block"; "auto" for other KV. Refuses what `forms`, those that the
+    kernels have, lack."""
+    if settings.kv_dtype == "auto":
+        return "auto"
+    places = forms.get(settings.kv_dtype)
+    if places is None:
+        able = " or ".join(["auto", *forms])
+        raise SettingsError([f"--kv-dtype: this device has no kernels for KV of {settings.kv_dtype}; give {able}"])
+    if settings.kv_scales not in ("auto", *places):
+        able = " or ".join(["auto", *places])
+        problem = f"--kv-scales: the kernels of this device do not take {settings.kv_scales} scales; give {able}"
+        raise SettingsError([problem])
+    return places[0] if settings.kv_scales == "auto" else settings.kv_scales
 
 
 def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: torch.device) -> ModelShape:
@@ -181,7 +207,15 @@ def pool_sizes(
     return num_blocks, host_blocks(layout, settings.host_pool, host_spare, total_host_bytes())
 
 
-def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kernels, device: torch.device) -> None:
+def warm_up(
+    loaded: LoadedModel,
+    layout: KVLayout,
+    limits: Limits,
+    kernels: Kernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    scales: Tensor | None = None,
+) -> None:
     """Run what serving will run: a chunk, a mixed batch, decodes, a copy; greedy, drawn, cut, penalised."""
     config = loaded.config
     kernels.warm_up(
@@ -192,15 +226,16 @@ def warm_up(loaded: LoadedModel, layout: KVLayout, limits: Limits, kernels: Kern
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             block_size=layout.block_size,
-            dtype=getattr(torch, layout.dtype),
+            dtype=dtype,
             vocab=config.vocab_size,
+            kv_dtype=getattr(torch, layout.dtype),
         ),
         Progress(),
     )
     prompt = max(1, min(16, limits.max_len - 4, limits.max_step_tokens - 1))
     blocks = blocks_for(prompt + 4, layout.block_size)
     small = replace(limits, num_blocks=2 * blocks, max_rows=min(limits.max_rows, 2))
-    cache = KVCache(layout, small.num_blocks, 1, device, kernels)
+    cache = KVCache(layout, small.num_blocks, 1, device, kernels, scales)
     executor = executor_for(loaded, cache, small, kernels, device)
     for plan in warm_up_plans(prompt, blocks, small.max_rows):
         executor.run(plan)

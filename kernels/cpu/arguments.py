@@ -14,21 +14,23 @@ TAKEN, WORKERS, FAULT = range(3)  # FAULT: 0, or 1 + the index of the token or s
 # fmt: off
 # -- paged attention
 (
-    QUERY_START, CONTEXT, TABLES, Q, OUT, KV, SINKS,  # SINKS: float32, or 0
+    QUERY_START, CONTEXT, TABLES, Q, OUT, KV, SINKS, SCALES,  # SINKS, SCALES: float32, or 0
     NUM_UNITS, NUM_VALUES, NUM_CUT_ROWS, NUM_ARRIVALS, ROWS_START, ROWS_END,  # answers of `survey`
     SCRATCH, SCRATCH_STEP, PIECES, ARRIVALS,  # of a thread; of units that were cut
     NUM_SEQS, NUM_KV_HEADS, GROUP, BLOCK_SIZE, NUM_BLOCKS, HEAD_DIM, WINDOW, NUM_TOKENS, MAX_BLOCKS,
     TABLE_STEP, Q_TOKEN, Q_HEAD, OUT_TOKEN, OUT_HEAD, BLOCK_STEP, VALUE_STEP, HEAD_STEP,  # VALUE_STEP: key to value
+    SCALE_BLOCK, SCALE_VALUE, SCALE_HEAD,  # steps of the scales; SCALE_BLOCK is 0 where each head has one
     SCALE, CAP,  # float64; CAP is 0.0 where there is none
-) = range(3, 39)
+) = range(3, 43)
 
 # -- KV write
 (
-    W_Q, W_K, W_V, W_KV, W_POSITIONS, W_SLOTS, W_COS_SIN,  # W_COS_SIN: float32, or 0
+    W_Q, W_K, W_V, W_KV, W_POSITIONS, W_SLOTS, W_COS_SIN, W_SCALES,  # W_COS_SIN, W_SCALES: float32, or 0
     W_NUM_TOKENS, W_NUM_HEADS, W_NUM_KV_HEADS, W_HEAD_DIM, W_BLOCK_SIZE, W_NUM_SLOTS,
     W_Q_TOKEN, W_Q_HEAD, W_K_TOKEN, W_K_HEAD, W_V_TOKEN, W_V_HEAD,
-    W_BLOCK_STEP, W_VALUE_STEP, W_HEAD_STEP, W_NUM_POSITIONS, W_ROTARY_DIM, W_INTERLEAVED,
-) = range(3, 28)
+    W_BLOCK_STEP, W_VALUE_STEP, W_HEAD_STEP, W_SCALE_BLOCK, W_SCALE_VALUE, W_SCALE_HEAD,
+    W_NUM_POSITIONS, W_ROTARY_DIM, W_INTERLEAVED,
+) = range(3, 32)
 
 # -- rows: norms and the activation; R_EPS is float64
 R_X, R_RESIDUAL, R_WEIGHT, R_OUT, R_NUM_ROWS, R_WIDTH, R_X_STEP, R_RESIDUAL_STEP, R_GRAIN, R_EPS = range(3, 13)
@@ -60,9 +62,10 @@ def piece_bytes(head_dim: int) -> int:
 
 
 def scratch_bytes(head_dim: int, group: int) -> int:
-    """What one thread needs: its unit's words, q, scores, sums, tops, totals, two lists of row addresses."""
+    """What one thread needs: its unit's words, q, scores, sums, tops, totals; two lists of row addresses, and for a
+    cache of 8 bits two of the addresses of their scales and the scales of a tile's keys and values."""
     rows = max(MAX_ROWS, group)
-    return -(-(8 * 32 + 4 * rows * (2 * lanes(head_dim) + TILE + 2) + 2 * 8 * TILE + 8 * 64) // 64) * 64
+    return -(-(8 * 32 + 4 * rows * (2 * lanes(head_dim) + TILE + 2) + (4 * 8 + 2 * 4) * TILE + 12 * 64) // 64) * 64
 
 
 class Words:

@@ -18,6 +18,9 @@ Rows that fit one unit may still have a long context, and so such a unit is cut 
 pieces leave sums, tops and totals in scratch, and the last one to finish adds them up in order of position: where the
 cuts are depends on the sequence alone, and so its result depends neither on its neighbours nor on the threads.
 
+A cache of int8 becomes float32 in registers. A scale that all rows of a head share is taken into q, and for values into
+what is written in the end; scales of single rows are gathered for each tile and meet its scores and its weights.
+
 Scores are kept in base 2 (log2(e) is folded into the scale), where an exponential is an addition to the exponent.
 """
 
@@ -60,6 +63,10 @@ from kilburn.kernels.cpu.arguments import (
     ROWS_END,
     ROWS_START,
     SCALE,
+    SCALE_BLOCK,
+    SCALE_HEAD,
+    SCALE_VALUE,
+    SCALES,
     SCRATCH,
     SCRATCH_STEP,
     SINKS,
@@ -76,6 +83,7 @@ from kilburn.kernels.cpu.arguments import (
 from kilburn.kernels.cpu.simd import (
     ELEMENT_BYTES,
     FAST,
+    INT8,
     add_rows,
     dot_four,
     exp2,
@@ -101,7 +109,8 @@ HIDDEN = np.float32(-1e30)  # finite: the difference of two hidden scores must n
     SEQ, HEAD, NUM_HEADS, FIRST_QUERY, NUM_QUERIES, NUM_ROWS, FIRST_POSITION, START, END,
     TILE_SIZE, PIECE, NUM_PIECES, CUT_ROW, ARRIVAL,
     U_Q, U_SCORES, U_SUMS, U_TOPS, U_TOTALS, U_ROWS, U_NEXT_ROWS, STEP,  # STEP: bytes of a row of q and of sums
-) = range(22)
+    U_SCALES, U_NEXT_SCALES, U_KEY_SCALES, U_VALUE_SCALES,  # addresses by row, and what a head has at them
+) = range(26)
 # fmt: on
 UNIT_WORDS = 32
 
@@ -197,6 +206,17 @@ def _lay_out(a, u):
     u[U_TOTALS] = _up(u[U_TOPS] + rows * 4, 64)
     u[U_ROWS] = _up(u[U_TOTALS] + rows * 4, 64)
     u[U_NEXT_ROWS] = _up(u[U_ROWS] + TILE * 8, 64)
+    u[U_SCALES] = _up(u[U_NEXT_ROWS] + TILE * 8, 64)
+    u[U_NEXT_SCALES] = _up(u[U_SCALES] + TILE * 8, 64)
+    u[U_KEY_SCALES] = _up(u[U_NEXT_SCALES] + TILE * 8, 64)
+    u[U_VALUE_SCALES] = _up(u[U_KEY_SCALES] + TILE * 4, 64)
+
+
+@njit
+def _ask_for(row, row_bytes):
+    """Has the processor fetch a row of the cache while it does something else."""
+    for at in range(row, row + row_bytes, 64):
+        prefetch(at)
 
 
 @njit
@@ -206,6 +226,7 @@ def _find_rows(a, u, start, row_bytes):
     A tile that is not full ends, up to a multiple of 8, with its own first row, whose scores will be hidden.
     """
     rows, table = int64s(u[U_NEXT_ROWS]), int32s(a[TABLES] + u[SEQ] * a[TABLE_STEP])
+    scales = int64s(u[U_NEXT_SCALES])
     count = max(min(u[END] - start, u[TILE_SIZE]), 0)
     index, offset, done = start // a[BLOCK_SIZE], start % a[BLOCK_SIZE], 0
     while done < count:
@@ -217,18 +238,20 @@ def _find_rows(a, u, start, row_bytes):
         for i in range(done, done + run):
             rows[i] = row
             row += row_bytes
+        if a[SCALE_BLOCK] != 0:
+            scale = a[SCALES] + u[HEAD] * a[SCALE_HEAD] + block * a[SCALE_BLOCK] + 4 * offset
+            for i in range(done, done + run):
+                scales[i] = scale
+                scale += 4
+            # A block's scales of one layer lie together.
+            _ask_for(scales[done], u[NUM_HEADS] * a[SCALE_HEAD])
+            _ask_for(scales[done] + a[SCALE_VALUE], u[NUM_HEADS] * a[SCALE_HEAD])
         done += run
         index += 1
         offset = 0
     for i in range(count, _up(count, 8)):
         rows[i] = rows[0]
-
-
-@njit
-def _ask_for(row, row_bytes):
-    """Has the processor fetch a row of the cache while it does something else."""
-    for at in range(row, row + row_bytes, 64):
-        prefetch(at)
+        scales[i] = scales[0]
 
 
 @njit
@@ -236,6 +259,26 @@ def _place(a, u, row):
     """(token, query head) of a row of the unit; rows are ordered by KV head, query, query head of that KV head."""
     head, within = row // u[NUM_ROWS], row % u[NUM_ROWS]
     return u[FIRST_QUERY] + within // a[GROUP], (u[HEAD] + head) * a[GROUP] + within % a[GROUP]
+
+
+@njit
+def _gather_scales(a, u, head, count):
+    """The scales of a tile's rows of one head of the unit."""
+    scales, offset = int64s(u[U_SCALES]), head * a[SCALE_HEAD]
+    keys, values = floats(u[U_KEY_SCALES]), floats(u[U_VALUE_SCALES])
+    for i in range(_up(count, 8)):
+        keys[i] = floats(scales[i] + offset)[0]
+        values[i] = floats(scales[i] + offset + a[SCALE_VALUE])[0]
+
+
+@njit(fastmath=FAST)
+def _scale_columns(a, u, count, scales_at):
+    """Scores or weights of one head, times what each row is worth."""
+    scales = floats(scales_at)
+    for row in range(u[NUM_ROWS]):
+        at = floats(u[U_SCORES] + row * (4 * TILE))
+        for column in range(_up(count, 8)):
+            at[column] *= scales[column]
 
 
 @njit(fastmath=FAST)
@@ -301,9 +344,9 @@ def _is_last(a, u):
     return is_last
 
 
-def kernel(kind: int) -> Any:
-    """The kernel for one element type of q, out and cache."""
-    element_bytes = ELEMENT_BYTES[kind]
+def kernel(kind: int, stored: int) -> Any:
+    """The kernel for q and out of one kind and a cache of the same, or of int8."""
+    element_bytes, is_int8 = ELEMENT_BYTES[stored], stored == INT8
 
     @njit(fastmath=FAST)
     def load_queries(a, u):
@@ -315,8 +358,11 @@ def kernel(kind: int) -> Any:
             for i in range(u[STEP] // 4):
                 q[i] = np.float32(0)
                 sums[i] = np.float32(0)
+            share = scale
+            if is_int8 and a[SCALE_BLOCK] == 0:
+                share *= floats(a[SCALES] + head // a[GROUP] * a[SCALE_HEAD])[0]
             for i in range(a[HEAD_DIM]):
-                q[i] = load_one(source, i, kind) * scale
+                q[i] = load_one(source, i, kind) * share
             floats(u[U_TOPS])[row], floats(u[U_TOTALS])[row] = HIDDEN, np.float32(0)
 
     @njit(fastmath=FAST)
@@ -331,11 +377,11 @@ def kernel(kind: int) -> Any:
                     for i in range(4):
                         _ask_for(rows[i] + offset + a[VALUE_STEP], dim * element_bytes)
                 if left >= 3:
-                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 3, kind)
+                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 3, stored)
                 elif left == 2:
-                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 2, kind)
+                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 2, stored)
                 else:
-                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 1, kind)
+                    dot_four(out + 4 * key, 4 * TILE, q, step, rows, offset, dim, 1, stored)
 
     @njit(fastmath=FAST)
     def add_values(a, u, first_row, count, offset, next_rows, next_offset):
@@ -350,11 +396,11 @@ def kernel(kind: int) -> Any:
                     for i in range(key, key + some):
                         _ask_for(next_rows[i] + next_offset, dim * element_bytes)
                 if left >= 3:
-                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 3, kind)
+                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 3, stored)
                 elif left == 2:
-                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 2, kind)
+                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 2, stored)
                 else:
-                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 1, kind)
+                    add_rows(sums, step, weights + 4 * key, 4 * TILE, rows, offset, some, dim, 1, stored)
 
     @njit(fastmath=FAST)
     def attend(a, u):
@@ -363,6 +409,7 @@ def kernel(kind: int) -> Any:
         _find_rows(a, u, u[START], row_bytes)
         for start in range(u[START], u[END], u[TILE_SIZE]):
             u[U_ROWS], u[U_NEXT_ROWS] = u[U_NEXT_ROWS], u[U_ROWS]
+            u[U_SCALES], u[U_NEXT_SCALES] = u[U_NEXT_SCALES], u[U_SCALES]
             _find_rows(a, u, start + u[TILE_SIZE], row_bytes)
             count = min(u[END] - start, u[TILE_SIZE])
             for head in range(u[NUM_HEADS]):
@@ -371,7 +418,12 @@ def kernel(kind: int) -> Any:
                 if head + 1 < u[NUM_HEADS]:
                     next_rows, next_offset = int64s(u[U_ROWS]), offset + a[HEAD_STEP]
                 score(a, u, first_row, count, offset)
+                if is_int8 and a[SCALE_BLOCK] != 0:
+                    _gather_scales(a, u, head, count)
+                    _scale_columns(a, u, count, u[U_KEY_SCALES])
                 _softmax(a, u, first_row, start, count)
+                if is_int8 and a[SCALE_BLOCK] != 0:
+                    _scale_columns(a, u, count, u[U_VALUE_SCALES])
                 add_values(a, u, first_row, count, offset + a[VALUE_STEP], next_rows, next_offset)
 
     @njit(fastmath=FAST)
@@ -384,6 +436,8 @@ def kernel(kind: int) -> Any:
             if a[SINKS] != 0:
                 total += exp2(floats(a[SINKS])[head] * np.float32(LOG2_E) - floats(u[U_TOPS])[row])
             share = np.float32(1) / total
+            if is_int8 and a[SCALE_BLOCK] == 0:
+                share *= floats(a[SCALES] + a[SCALE_VALUE] + head // a[GROUP] * a[SCALE_HEAD])[0]
             sums = floats(u[U_SUMS] + row * u[STEP])
             sees = u[FIRST_POSITION] + token - u[FIRST_QUERY] >= 0
             for i in range(a[HEAD_DIM]):

@@ -13,8 +13,10 @@ from kilburn.kernels.cpu import attention, panels, rows, simd, writing
 
 KERNELS = {
     "survey": lambda _kind: attention.survey.py_func,
-    "attention": attention.kernel,
-    "kv_write": writing.kv_write_kernel,
+    "attention": lambda kind: attention.kernel(kind, kind),
+    "attention_int8": lambda kind: attention.kernel(kind, simd.INT8),
+    "kv_write": lambda kind: writing.kv_write_kernel(kind, kind),
+    "kv_write_int8": lambda kind: writing.kv_write_kernel(kind, simd.INT8),
     "rms_norm": rows.rms_norm_kernel,
     "silu_mul": rows.silu_mul_kernel,
     "panels": panels.panels_kernel,

@@ -22,6 +22,7 @@ from kilburn.kernels.cpu.team import Fork, Team
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as simd.py numbers them
 KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "panels", "move_blocks")
+INT8_KERNELS = ("attention_int8", "kv_write_int8")  # in place of those of the same name, for a cache of int8
 UNTYPED = ("survey", "panels", "move_blocks")  # know no elements, or one kind only
 NO_WINDOW = 1 << 40
 LOG2_E = log2(e)
@@ -36,7 +37,7 @@ class CpuKernels:
         self._objects, self._team = Objects(folder), Team(fork)
         self._addresses: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
-        self._attention, self._write = Words(17, 19, 2), Words(7, 18)
+        self._attention, self._write = Words(18, 22, 2), Words(8, 21)
         self._norm, self._silu, self._moves = Words(4, 6, 1), Words(4, 6, 1), Words(3, 6)
         self._scratch, self._pieces, self._arrivals = Scratch(), Scratch(), Scratch()  # arrivals are left at zero
 
@@ -47,7 +48,8 @@ class CpuKernels:
     def warm_up(self, shapes: Shapes, on_progress: Callable[[str], None] | None = None) -> None:
         if shapes.dtype in KINDS:
             for name in KERNELS:
-                self._address(name, KINDS[shapes.dtype], on_progress)
+                wanted = name + "_int8" if shapes.kv_dtype == torch.int8 else name
+                self._address(wanted if wanted in INT8_KERNELS else name, KINDS[shapes.dtype], on_progress)
 
     def _address(self, name: str, kind: int, say: Callable[[str], None] | None = None) -> int:
         key = (name, 0 if name in UNTYPED else kind)
@@ -99,25 +101,43 @@ class CpuKernels:
             self._run("silu_mul", KINDS[gate_up.dtype], silu, gate_up.numel())
         return out
 
-    def kv_write(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, batch: Batch, rope: Rope | None) -> None:
-        if q.dtype not in KINDS or not q.dtype == k.dtype == v.dtype == kv.dtype:
-            reference.kv_write(q, k, v, kv, batch, rope)
+    def kv_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        batch: Batch,
+        rope: Rope | None,
+        scales: Tensor | None = None,
+    ) -> None:
+        if q.dtype not in KINDS or not q.dtype == k.dtype == v.dtype or kv.dtype not in (q.dtype, torch.int8):
+            reference.kv_write(q, k, v, kv, batch, rope, scales)
             return
         write, positions, slots = self._write, batch.positions, batch.slots
         key = (q.dtype, q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), kv.shape, kv.stride())
-        key += (positions.dtype, positions.shape, positions.stride(), slots.dtype, slots.shape, slots.stride())
+        key += (
+            positions.dtype,
+            positions.shape,
+            positions.stride(),
+            slots.dtype,
+            slots.shape,
+            slots.stride(),
+            *_scales_key(kv, scales),
+        )
         if rope is not None:
             key += (rope.cos_sin.dtype, rope.cos_sin.shape, rope.cos_sin.stride(), rope.interleaved)
         with self._lock:
             if key != write.key:
                 checks.check_write(q, k, v, kv, batch, rope)
-                write.others(key, *_write_others(q, k, v, kv, rope))
+                checks.check_scales(kv, scales)
+                write.others(key, *_write_others(q, k, v, kv, rope, scales))
             table = 0 if rope is None else rope.cos_sin.data_ptr()
             write.begin(
                 *(q.data_ptr(), k.data_ptr(), v.data_ptr(), kv.data_ptr()),
-                *(positions.data_ptr(), slots.data_ptr(), table),
+                *(positions.data_ptr(), slots.data_ptr(), table, 0 if scales is None else scales.data_ptr()),
             )
-            self._run("kv_write", KINDS[q.dtype], write, q.numel())
+            self._run("kv_write" if scales is None else "kv_write_int8", KINDS[q.dtype], write, q.numel())
             (fault,) = write.read(words.FAULT, words.FAULT + 1)
         if fault:
             position, slot = int(positions[fault - 1]), int(slots[fault - 1])
@@ -135,26 +155,29 @@ class CpuKernels:
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
         out: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> Tensor:
-        if q.dtype not in KINDS or kv.dtype != q.dtype:
-            return reference.paged_attention(q, kv, batch, scale, window, soft_cap, sinks, out)
+        if q.dtype not in KINDS or kv.dtype not in (q.dtype, torch.int8):
+            return reference.paged_attention(q, kv, batch, scale, window, soft_cap, sinks, out, scales)
         out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
         start, context, tables, attention = batch.query_start, batch.context_len, batch.tables, self._attention
         key = (q.dtype, q.shape, q.stride(), kv.shape, kv.stride(), out.dtype, out.shape, out.stride(), scale, window)
         key += (soft_cap, start.dtype, start.shape, start.stride(), context.dtype, context.shape, context.stride())
-        key += (tables.dtype, tables.shape, tables.stride())
+        key += (tables.dtype, tables.shape, tables.stride(), *_scales_key(kv, scales))
         with self._lock:
             if key != attention.key:
                 checks.check_attention(q, kv, out, batch, window, soft_cap)
-                attention.others(key, *_attention_others(q, kv, out, batch, scale, window, soft_cap))
+                checks.check_scales(kv, scales)
+                attention.others(key, *_attention_others(q, kv, out, batch, scale, window, soft_cap, scales))
             if sinks is not None:
                 checks.check_sinks(sinks, q.shape[1])
                 sinks = sinks.float().contiguous()
             attention.begin(
                 *(start.data_ptr(), context.data_ptr(), tables.data_ptr(), q.data_ptr(), out.data_ptr()),
-                *(kv.data_ptr(), 0 if sinks is None else sinks.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+                *(kv.data_ptr(), 0 if sinks is None else sinks.data_ptr(), 0 if scales is None else scales.data_ptr()),
+                *(0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
             )
-            self._attend(KINDS[q.dtype], q.shape[2], q.shape[1] // kv.shape[2], out)
+            self._attend(KINDS[q.dtype], q.shape[2], q.shape[1] // kv.shape[2], out, scales is not None)
             (fault,) = attention.read(words.FAULT, words.FAULT + 1)
         if fault:
             told = f"query rows {start.tolist()} of {q.shape[0]}, context {int(context[fault - 1])}"
@@ -162,7 +185,7 @@ class CpuKernels:
             raise ValueError(f"batch: sequence {fault - 1} is out of bounds: {told}")
         return out
 
-    def _attend(self, kind: int, head_dim: int, group: int, out: Tensor) -> None:
+    def _attend(self, kind: int, head_dim: int, group: int, out: Tensor, is_int8: bool) -> None:
         """Surveys, gives scratch, runs."""
         attention = self._attention
         self._team.run(self._address("survey", kind), attention.address, 1)
@@ -179,7 +202,8 @@ class CpuKernels:
         scratch, arrivals = self._scratch.address(max(num_threads, 1) * step), self._arrivals.address(8 * num_arrivals)
         pieces = self._pieces.address(num_cut_rows * words.piece_bytes(head_dim))
         attention.write(words.SCRATCH, scratch, step, pieces, arrivals)
-        self._team.run(self._address("attention", kind), attention.address, num_threads)
+        name = "attention_int8" if is_int8 else "attention"
+        self._team.run(self._address(name, kind), attention.address, num_threads)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         self.swap_blocks(pool, pool, pairs)
@@ -219,21 +243,44 @@ class Scratch:
         return self._address
 
 
-def _write_others(q: Tensor, k: Tensor, v: Tensor, kv: Tensor, rope: Rope | None) -> tuple[int, ...]:
+def _scales_key(kv: Tensor, scales: Tensor | None) -> tuple[object, ...]:
+    return (kv.dtype,) if scales is None else (kv.dtype, scales.dtype, scales.shape, scales.stride())
+
+
+def _scale_steps(scales: Tensor | None) -> tuple[int, int, int]:
+    """Bytes from block to block (0 where there is one scale for all), from key to value, from head to head."""
+    if scales is None:
+        return 0, 0, 0
+    steps = [4 * step for step in scales.stride()]
+    return (0, steps[0], steps[1]) if scales.dim() == 2 else (steps[0], steps[1], steps[2])
+
+
+def _write_others(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, rope: Rope | None, scales: Tensor | None
+) -> tuple[int, ...]:
     size, (num_tokens, num_heads, head_dim) = q.element_size(), q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv.shape
-    steps = [x.stride(i) * size for x in (q, k, v) for i in (0, 1)] + [kv.stride(i) * size for i in (0, 1, 2)]
+    steps = [x.stride(i) * size for x in (q, k, v) for i in (0, 1)]
+    steps += [kv.stride(i) * kv.element_size() for i in (0, 1, 2)] + [*_scale_steps(scales)]
     turn = (0, 0, 0) if rope is None else (*rope.cos_sin.shape, int(rope.interleaved))
     return num_tokens, num_heads, num_kv_heads, head_dim, block_size, num_blocks * block_size, *steps, *turn
 
 
 def _attention_others(
-    q: Tensor, kv: Tensor, out: Tensor, batch: Batch, scale: float, window: int | None, soft_cap: float | None
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    batch: Batch,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    scales: Tensor | None,
 ) -> tuple[float, ...]:
     size, (num_tokens, num_heads, head_dim) = q.element_size(), q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv.shape
     num_seqs, max_blocks = batch.tables.shape
-    steps = [x.stride(i) * size for x in (q, out) for i in (0, 1)] + [kv.stride(i) * size for i in (0, 1, 2)]
+    steps = [x.stride(i) * size for x in (q, out) for i in (0, 1)]
+    steps += [kv.stride(i) * kv.element_size() for i in (0, 1, 2)] + [*_scale_steps(scales)]
     return (
         *(num_seqs, num_kv_heads, num_heads // num_kv_heads, block_size, num_blocks, head_dim),
         *(NO_WINDOW if window is None else window, num_tokens, max_blocks, 4 * batch.tables.stride(0), *steps),

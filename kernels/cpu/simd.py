@@ -10,7 +10,8 @@ written out here, as LLVM instructions that Python loops unroll when a kernel is
     exp2_row    2^(x - top) of a row in place, and their sum
 
 An address is an int64, as is a step between addresses, both in bytes: no 32-bit product can wrap. Element types are
-small literals (`F32`, `BF16`, `F16`) and all arithmetic is float32. Nothing here checks anything: the launchers do.
+small literals (`F32`, `BF16`, `F16`, `INT8`) and all arithmetic is float32. Nothing here checks anything: the launchers
+do.
 """
 
 import math
@@ -25,7 +26,7 @@ from numba.extending import intrinsic
 
 from kilburn.kernels.cpu.arguments import PANEL
 
-F32, BF16, F16 = 0, 1, 2
+F32, BF16, F16, INT8 = 0, 1, 2, 3  # INT8: of a cache only
 KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 LANES = 8  # float32 values of a vector: one AVX2 register, two NEON ones
 
@@ -117,8 +118,8 @@ def _prefetch(build: Any, address: Any) -> None:
 
 # -- elements and vectors of any kind ----------------------------------------------------------------------------------
 
-ELEMENT = {F32: FLOAT, BF16: I16, F16: HALF}
-ELEMENT_BYTES = {F32: 4, BF16: 2, F16: 2}
+ELEMENT = {F32: FLOAT, BF16: I16, F16: HALF, INT8: I8}
+ELEMENT_BYTES = {F32: 4, BF16: 2, F16: 2, INT8: 1}
 
 
 def _vector(element: Any, width: int) -> Any:
@@ -142,8 +143,10 @@ def _load(build: Any, address: Any, kind: int, width: int) -> Any:
         case 1:
             bits = build.shl(build.zext(held, _vector(I32, width)), _constant(I32, width, 16))
             return build.bitcast(bits, _vector(FLOAT, width))
-        case _:
+        case 2:
             return build.fpext(held, _vector(FLOAT, width))
+        case _:
+            return build.sitofp(build.sext(held, _vector(I32, width)), _vector(FLOAT, width))
 
 
 Load = Callable[[Any, Any, int, int], Any]
@@ -151,8 +154,8 @@ Load = Callable[[Any, Any, int, int], Any]
 
 def _load_some(build: Any, address: Any, kind: int, mask: Any) -> Any:
     """As _load, of the eight that a mask names; zeros for the others, which are not read."""
-    held = ir.VectorType({F32: FLOAT, BF16: I16, F16: I16}[kind], LANES)
-    name = "f32" if kind == F32 else "i16"
+    held = ir.VectorType({F32: FLOAT, BF16: I16, F16: I16, INT8: I8}[kind], LANES)
+    name = {F32: "f32", BF16: "i16", F16: "i16", INT8: "i8"}[kind]
     args = [build.inttoptr(address, held.as_pointer()), I32(ELEMENT_BYTES[kind]), mask, ir.Constant(held, None)]
     function = build.module.declare_intrinsic(
         f"llvm.masked.load.v8{name}.p0", (), ir.FunctionType(held, [a.type for a in args])
@@ -164,6 +167,8 @@ def _load_some(build: Any, address: Any, kind: int, mask: Any) -> Any:
         case 1:
             bits = build.shl(build.zext(some, ir.VectorType(I32, LANES)), _constant(I32, LANES, 16))
             return build.bitcast(bits, ir.VectorType(FLOAT, LANES))
+        case 3:
+            return build.sitofp(build.sext(some, ir.VectorType(I32, LANES)), ir.VectorType(FLOAT, LANES))
         case _:
             return build.fpext(build.bitcast(some, ir.VectorType(HALF, LANES)), ir.VectorType(FLOAT, LANES))
 
@@ -179,8 +184,14 @@ def _store(build: Any, value: Any, address: Any, kind: int, width: int) -> None:
             is_nan = build.fcmp_unordered("uno", value, value)
             rounded = build.select(is_nan, _constant(I32, width, 0x7FC00000), rounded)
             narrow = build.trunc(build.lshr(rounded, _constant(I32, width, 16)), _vector(I16, width))
-        case _:
+        case 2:
             narrow = build.fptrunc(value, _vector(HALF, width))
+        case _:  # what is no number is 0, what is beyond the range its end; comparisons with NaN are false
+            value = build.select(build.fcmp_ordered("ord", value, value), value, _constant(FLOAT, width, 0.0))
+            for sign, end in (("<", -127.0), (">", 127.0)):
+                limit = _constant(FLOAT, width, end)
+                value = build.select(build.fcmp_ordered(sign, value, limit), limit, value)
+            narrow = build.fptosi(_call(build, "llvm.rint", [value]), _vector(I8, width))
     build.store(narrow, _pointer(build, address, ELEMENT[kind], width), align=ELEMENT_BYTES[kind])
 
 

@@ -2,10 +2,14 @@
 
 A token's q is turned in place, its k on the way into the cache, its v is only copied. Its slot says where: block and
 offset in 64 bits. A slot below 0 is padding and written nowhere.
+
+A cache of int8 takes k and v divided by their scale: that of their head or, where blocks have a scale area, their own,
+which is found first and written there.
 """
 
 from typing import Any
 
+import numpy as np
 from numba import njit
 
 from kilburn.kernels.cpu.arguments import (
@@ -40,17 +44,34 @@ from kilburn.kernels.cpu.arguments import (
     W_Q_HEAD,
     W_Q_TOKEN,
     W_ROTARY_DIM,
+    W_SCALE_BLOCK,
+    W_SCALE_HEAD,
+    W_SCALE_VALUE,
+    W_SCALES,
     W_SLOTS,
     W_V,
     W_V_HEAD,
     W_V_TOKEN,
     W_VALUE_STEP,
 )
-from kilburn.kernels.cpu.simd import ELEMENT_BYTES, FAST, copy_bytes, fetch_add, floats, int64s, load_one, store_one
+from kilburn.kernels.cpu.simd import (
+    ELEMENT_BYTES,
+    FAST,
+    INT8,
+    copy_bytes,
+    fetch_add,
+    floats,
+    int64s,
+    load_one,
+    store_one,
+)
+
+LARGEST = np.float32(127)  # of int8, as scales are made
 
 
-def kv_write_kernel(kind: int) -> Any:
-    element_bytes = ELEMENT_BYTES[kind]
+def kv_write_kernel(kind: int, stored: int) -> Any:
+    """The kernel for q, k and v of one kind and a cache of the same, or of int8."""
+    element_bytes, stored_bytes, is_int8 = ELEMENT_BYTES[kind], ELEMENT_BYTES[stored], stored == INT8
 
     @njit(fastmath=FAST)
     def turn(a, source, to, cos_sin):
@@ -73,6 +94,41 @@ def kv_write_kernel(kind: int) -> Any:
             rest = 2 * half * element_bytes
             copy_bytes(to + rest, source + rest, a[W_HEAD_DIM] * element_bytes - rest)
 
+    @njit(fastmath=FAST)
+    def quantize(a, source, to, scale_at):
+        """One row of int8, by the scale at an address: its head's, or its own, that is written there."""
+        scale, dim = floats(scale_at), a[W_HEAD_DIM]
+        if a[W_SCALE_BLOCK] != 0:
+            top, nothing = np.float32(0), np.float32(0)
+            for i in range(dim):
+                value = abs(load_one(source, i, kind))
+                top = max(top, value)
+                nothing += value * np.float32(0)  # NaN where a value is not finite, and so is the scale then
+            scale[0] = top / LARGEST + nothing
+        share = np.float32(0)
+        if scale[0] != np.float32(0):
+            share = np.float32(1) / scale[0]
+        for i in range(dim):
+            store_one(to, i, load_one(source, i, kind) * share, stored)
+
+    @njit
+    def keep(a, token, head, block, offset, cos_sin):
+        """The key and the value of one head to their slot."""
+        row_bytes = a[W_HEAD_DIM] * stored_bytes
+        to = a[W_KV] + block * a[W_BLOCK_STEP] + head * a[W_HEAD_STEP] + offset * row_bytes
+        key = a[W_K] + token * a[W_K_TOKEN] + head * a[W_K_HEAD]
+        value = a[W_V] + token * a[W_V_TOKEN] + head * a[W_V_HEAD]
+        if is_int8:
+            turn(a, key, key, cos_sin)
+            scale = a[W_SCALES] + block * a[W_SCALE_BLOCK] + head * a[W_SCALE_HEAD]
+            if a[W_SCALE_BLOCK] != 0:
+                scale += 4 * offset
+            quantize(a, key, to, scale)
+            quantize(a, value, to + a[W_VALUE_STEP], scale + a[W_SCALE_VALUE])
+        else:
+            turn(a, key, to, cos_sin)
+            copy_bytes(to + a[W_VALUE_STEP], value, row_bytes)
+
     @njit
     def one_token(a, token):
         position, slot = int64s(a[W_POSITIONS])[token], int64s(a[W_SLOTS])[token]
@@ -90,12 +146,8 @@ def kv_write_kernel(kind: int) -> Any:
         if slot >= a[W_NUM_SLOTS]:
             a[FAULT] = 1 + token
             return
-        row_bytes = a[W_HEAD_DIM] * element_bytes
-        block, offset = slot // a[W_BLOCK_SIZE], slot % a[W_BLOCK_SIZE]
         for head in range(a[W_NUM_KV_HEADS]):
-            key = a[W_KV] + block * a[W_BLOCK_STEP] + head * a[W_HEAD_STEP] + offset * row_bytes
-            turn(a, a[W_K] + token * a[W_K_TOKEN] + head * a[W_K_HEAD], key, cos_sin)
-            copy_bytes(key + a[W_VALUE_STEP], a[W_V] + token * a[W_V_TOKEN] + head * a[W_V_HEAD], row_bytes)
+            keep(a, token, head, slot // a[W_BLOCK_SIZE], slot % a[W_BLOCK_SIZE], cos_sin)
 
     def kv_write(a):
         while True:

@@ -8,10 +8,11 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.sampling import Sampling
-from tests.worker.toy import MAX_LEN, VOCAB, Hand, ToyModel, admit, oracle, toy_executor
+from tests.worker.toy import KV_HEADS, LAYERS, MAX_LEN, VOCAB, Hand, Int8, ToyModel, admit, oracle, toy_executor
 
 KNOBS = (
     Sampling(temperature=0.0),
@@ -47,13 +48,18 @@ class Sequence:
 class World:
     """Plays the core: blocks, rows and plans, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, form: Int8 | None = None) -> None:
         self.rng = random.Random(seed)
-        self.model = ToyModel(seed % 3)
+        self.model = ToyModel(seed % 3, torch.float32 if form is None else torch.float64)
         self.block_size = self.rng.choice((1, 3, 4, 16))
         num_blocks = 2 * blocks_for(MAX_LEN, self.block_size)
         self.executor = toy_executor(
-            self.model, block_size=self.block_size, num_blocks=num_blocks, num_host_blocks=num_blocks, max_rows=4
+            self.model,
+            block_size=self.block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=num_blocks,
+            max_rows=4,
+            form=form,
         )
         self.executor.runner.rows_at_once = self.rng.randint(1, 4)
         self.hand = Hand(self.executor)
@@ -145,3 +151,33 @@ def test_every_sequence_is_the_one_it_would_be_alone(seed: int) -> None:
     for number, seq in enumerate(world.sequences):
         expected = oracle(world.model, seq.prompt, seq.sampling, seq.num_output)
         assert seq.tokens[len(seq.prompt) :] == expected, f"seed {seed}, sequence {number}: {seq}"
+
+
+STATIC = Int8(torch.rand(LAYERS, 2, KV_HEADS, generator=torch.Generator().manual_seed(5)) * 0.02 + 0.02)
+
+
+@pytest.mark.parametrize("form", [STATIC, Int8()], ids=["static", "block"])
+@pytest.mark.parametrize("seed", range(8))
+def test_with_kv_of_8_bits_it_is_the_one_that_rounding_alone_would_make(seed: int, form: Int8) -> None:
+    """Blocks that were swapped out and back, forgotten and computed anew in other chunks: the same values, the same
+    scales."""
+    world = World(seed, form)
+    world.play()
+    for number, seq in enumerate(world.sequences):
+        expected = oracle(world.model, seq.prompt, seq.sampling, seq.num_output, form=form)
+        assert seq.tokens[len(seq.prompt) :] == expected, f"seed {seed}, sequence {number}: {seq}"
+
+
+@pytest.mark.parametrize("form", [STATIC, Int8()], ids=["static", "block"])
+def test_a_fork_that_copies_its_last_block_goes_on_as_its_parent_would(form: Int8) -> None:
+    """Copy-on-write in the middle of a block: its first rows come with their scales, the next ones are the child's."""
+    model = ToyModel(1, torch.float64)
+    hand = Hand(toy_executor(model, block_size=4, form=form))
+    prompt, greedy = [5, 9, 2, 7, 1, 30], Sampling(temperature=0.0)
+    first = hand.run({0: 6}, (admit(0, prompt, [3, 8], greedy),)).tokens[0]
+    assert [first] == oracle(model, prompt, greedy, 1, form=form)
+    other = (first + 17) % VOCAB
+    child = admit(1, [*prompt, other], [3, 11], greedy, start=6, num_prompt=6)
+    tokens = hand.run({0: 1, 1: 1}, (child,), copies=[(8, 11)]).tokens
+    assert tokens[:1] == oracle(model, [*prompt, first], greedy, 1, form=form)
+    assert tokens[1:] == oracle(model, [*prompt, other], greedy, 1, form=form)

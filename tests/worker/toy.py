@@ -3,16 +3,20 @@
 `ToyModel` reads and writes KV through blocks, as any model does. `dense` computes the same hidden states from a list of
 tokens, with no block, no batch and no kernel. `plain_choice` samples one row in float64, one step after the other.
 `oracle` puts the two together: what a sequence must be, token by token, alone in the world.
+
+With KV of 8 bits the plain way rounds each key and value as its slot would (`Int8`), and all of it runs in float64:
+what is rounded to one of 255 values must not depend on the last digits of a sum.
 """
 
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kilburn.kernels import reference
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.kernels.philox import uniform
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.messages import Admit, StepPlan, StepResult
@@ -29,32 +33,47 @@ HIDDEN = HEADS * HEAD_DIM
 MAX_LEN = 96
 
 
+@dataclass(frozen=True)
+class Int8:
+    """KV of 8 bits: with these scales [LAYERS, 2, KV_HEADS], or with one for each row in its block."""
+
+    static: Tensor | None = None
+
+    def rounded(self, x: Tensor, layer: int, which: int) -> Tensor:
+        """x [T, KV_HEADS, HEAD_DIM] as it comes back from the cache."""
+        if self.static is None:
+            scale = (x.abs().amax(dim=-1) / 127).float().to(x.dtype)[..., None]
+        else:
+            scale = self.static[layer, which].to(x.dtype)[None, :, None]
+        return (x / scale).clamp(-127, 127).round() * scale
+
+
 class ToyModel:
     """Attention and nothing else, twice; learned positions, so that a wrong position shows."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         rng = torch.Generator().manual_seed(seed)
 
         def weight(*shape: int, scale: float = 1.0) -> Tensor:
-            return torch.randn(shape, generator=rng) * scale * shape[-1] ** -0.5
+            return (torch.randn(shape, generator=rng) * scale * shape[-1] ** -0.5).to(dtype)
 
-        self.embed = torch.randn((VOCAB, HIDDEN), generator=rng)
-        self.place = torch.randn((MAX_LEN + 1, HIDDEN), generator=rng) * 0.5
+        self.embed = torch.randn((VOCAB, HIDDEN), generator=rng).to(dtype)
+        self.place = (torch.randn((MAX_LEN + 1, HIDDEN), generator=rng) * 0.5).to(dtype)
         self.qkv = [weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN) for _ in range(LAYERS)]
         self.out = [weight(HIDDEN, HIDDEN, scale=2.0) for _ in range(LAYERS)]
         self.head = weight(VOCAB, HIDDEN, scale=2.0)
         self.poison: int | None = None  # a token that makes the hidden state of its position NaN
         self.poisoned_logits: int | None = None  # a token after which the logits are NaN, and the hidden state is not
 
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         x = self.embed[ids] + self.place[batch.positions]
         if self.poison is not None:
             x[ids == self.poison] = torch.nan
         for layer in range(LAYERS):
             q, k, v = self._split(layer, x)
-            kv = pool[:, layer]
-            kernels.kv_write(q, k, v, kv, batch, None)
-            x = x + kernels.paged_attention(q, kv, batch, HEAD_DIM**-0.5).flatten(1) @ self.out[layer].T
+            kv, scale = pool[:, layer], None if scales is None else scales[layer]
+            kernels.kv_write(q, k, v, kv, batch, None, scale)
+            x = x + kernels.paged_attention(q, kv, batch, HEAD_DIM**-0.5, scales=scale).flatten(1) @ self.out[layer].T
         if self.poisoned_logits is not None:
             x[:, 0] = torch.where(ids == self.poisoned_logits, 1e30, x[:, 0])
         return x
@@ -63,12 +82,14 @@ class ToyModel:
         logits = (hidden @ self.head.T).float()
         return torch.where(hidden[:, :1] > 1e29, torch.nan, logits)
 
-    def dense(self, tokens: list[int]) -> Tensor:
+    def dense(self, tokens: list[int], form: Int8 | None = None) -> Tensor:
         """Logits [len(tokens), VOCAB]."""
         x = self.embed[torch.tensor(tokens)] + self.place[: len(tokens)]
-        causal = torch.full((len(tokens), len(tokens)), -torch.inf).triu(1)
+        causal = torch.full((len(tokens), len(tokens)), -torch.inf, dtype=x.dtype).triu(1)
         for layer in range(LAYERS):
             q, k, v = self._split(layer, x)
+            if form is not None:
+                k, v = (form.rounded(t, layer, which) for which, t in enumerate((k, v)))
             k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
             weight = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5 + causal, dim=-1)
             x = x + torch.einsum("hqk,khd->qhd", weight, v).flatten(1) @ self.out[layer].T
@@ -84,13 +105,35 @@ def layout(block_size: int) -> KVLayout:
 
 
 def toy_executor(
-    model: ToyModel, *, block_size: int = 4, num_blocks: int = 64, num_host_blocks: int = 32, max_rows: int = 8
+    model: ToyModel,
+    *,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    num_host_blocks: int = 32,
+    max_rows: int = 8,
+    form: Int8 | None = None,
 ) -> Executor:
     limits = Limits(max_rows, 128, MAX_LEN, block_size, num_blocks, VOCAB)
     rows = Rows(limits, Knobs(max_rows, VOCAB))
-    cache = KVCache(layout(block_size), num_blocks, num_host_blocks, CPU, reference)
-    cache.pool.fill_(torch.nan)  # what no plan has written must not be read
+    cache = toy_cache(block_size, num_blocks, num_host_blocks, form)
     return Executor(rows, ModelRunner(model, cache, rows, reference, CPU))
+
+
+def toy_cache(block_size: int, num_blocks: int, num_host_blocks: int, form: Int8 | None = None) -> KVCache:
+    """Poisoned: what no plan has written must not be read. Static scales have no poison, but loud values."""
+    if form is None:
+        cache = KVCache(layout(block_size), num_blocks, num_host_blocks, CPU, reference)
+        cache.pool.fill_(torch.nan)
+        return cache
+    narrow = replace(layout(block_size), dtype="int8")
+    if form.static is not None:
+        cache = KVCache(narrow, num_blocks, num_host_blocks, CPU, reference, form.static)
+    else:
+        cache = KVCache(narrow.with_scale_area(), num_blocks, num_host_blocks, CPU, reference)
+        for scales in cache.scales or ():
+            scales.fill_(torch.nan)
+    cache.pool.fill_(127)
+    return cache
 
 
 # --- plans by hand
@@ -168,9 +211,16 @@ def plain_choice(logits: np.ndarray, sampling: Sampling, known: list[int], num_p
     return int(np.searchsorted(np.cumsum(chance), uniform(*lane)[0], side="right"))
 
 
-def oracle(model: ToyModel, prompt: list[int], sampling: Sampling, num_tokens: int, stream: int = 0) -> list[int]:
+def oracle(
+    model: ToyModel,
+    prompt: list[int],
+    sampling: Sampling,
+    num_tokens: int,
+    stream: int = 0,
+    form: Int8 | None = None,
+) -> list[int]:
     """The `num_tokens` tokens that follow the prompt."""
     known = list(prompt)
     for _ in range(num_tokens):
-        known.append(plain_choice(model.dense(known)[-1].numpy(), sampling, known, len(prompt), stream))
+        known.append(plain_choice(model.dense(known, form)[-1].numpy(), sampling, known, len(prompt), stream))
     return known[len(prompt) :]

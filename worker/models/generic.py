@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.shared.model_files import ModelRefused
 from kilburn.shared.types import LawBroken
 from kilburn.worker.models.checkpoint import Checkpoint
@@ -40,6 +40,7 @@ class _Step:
     pool: Tensor
     batch: Batch
     kernels: Kernels
+    scales: Scales
 
 
 class _Holder:
@@ -67,10 +68,14 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: 
     if step is None:
         raise LawBroken(f"{type(module).__name__} attends outside of a step")
     q, k, v = [part[0].transpose(0, 1).contiguous() for part in (q, k, v)]
-    kv = step.pool[:, layer.index]
-    step.kernels.kv_write(q, k, v, kv, step.batch, None)
+    kv, scales = step.pool[:, layer.index], None if step.scales is None else step.scales[layer.index]
+    step.kernels.kv_write(q, k, v, kv, step.batch, None, scales)
     out = step.kernels.paged_attention(
-        q, kv, step.batch, asked.scale, window=asked.window, soft_cap=asked.soft_cap, sinks=asked.sinks
+        *(q, kv, step.batch, asked.scale),
+        window=asked.window,
+        soft_cap=asked.soft_cap,
+        sinks=asked.sinks,
+        scales=scales,
     )
     return out.unsqueeze(0), None
 
@@ -107,9 +112,9 @@ class GenericModel:
         return self._handed
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         """ids int64 [T] -> hidden [T, H]; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
-        self._holder.step = _Step(pool, batch, kernels)
+        self._holder.step = _Step(pool, batch, kernels, scales)
         try:
             out = self._decode(input_ids=ids[None], position_ids=batch.positions[None], use_cache=False)
         finally:

@@ -16,7 +16,7 @@ sequences lie side by side; what belongs to which is the batch's affair and the 
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.models.config import LlamaFamily, ModelConfig
 from kilburn.worker.models.layers import Linear, embedding, linear, merged, owned, tied_embedding
@@ -93,21 +93,21 @@ class LlamaModel:
         weights.finish(LEFTOVERS)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         """ids int64 [T] -> hidden [T, H], normed; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
         config, eps = self.config, self._eps
         residual = self._embed(ids)
         x: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            kv = pool[:, index]
+            kv, scale = pool[:, index], None if scales is None else scales[index]
             h = _normed(kernels, x, residual, layer.attn_norm, eps)
             q, k, v = torch.split(layer.qkv(h), self._sizes, dim=-1)
             q = q.view(-1, config.num_heads, config.head_dim)
             k = k.view(-1, config.num_kv_heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k = kernels.rms_norm(q, layer.q_norm, eps), kernels.rms_norm(k, layer.k_norm, eps)
-            kernels.kv_write(q, k, v.view(-1, config.num_kv_heads, config.head_dim), kv, batch, self._rope)
-            attended = kernels.paged_attention(q, kv, batch, self._scale, window=layer.window)
+            kernels.kv_write(q, k, v.view(-1, config.num_kv_heads, config.head_dim), kv, batch, self._rope, scale)
+            attended = kernels.paged_attention(q, kv, batch, self._scale, window=layer.window, scales=scale)
             h = kernels.add_rms_norm(layer.out(attended.flatten(1)), residual, layer.mlp_norm, eps)
             x = layer.down(kernels.silu_mul(layer.gate_up(h)))
         return _normed(kernels, x, residual, self._norm, eps)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.models.config import ModelConfig, OptFamily
 from kilburn.worker.models.layers import Embedding, Linear, embedding, linear, merged, owned, tied_embedding
@@ -112,7 +112,7 @@ class OptModel:
         weights.finish(LEFTOVERS)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         """ids int64 [T] -> hidden [T, embed_width]; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
         heads = (-1, self.config.num_heads, self.config.head_dim)
         x = self._embed(ids)
@@ -120,11 +120,11 @@ class OptModel:
             x = self._project_in(x)
         x = x + self._places(batch.positions)
         for index, layer in enumerate(self._layers):
-            kv = pool[:, index]
+            kv, scale = pool[:, index], None if scales is None else scales[index]
             h = layer.attn_norm(x) if self._norm_first else x
             q, k, v = [part.view(heads) for part in layer.qkv(h).chunk(3, dim=-1)]
-            kernels.kv_write(q, k, v, kv, batch, None)
-            x = x + layer.out(kernels.paged_attention(q, kv, batch, self._scale).flatten(1))
+            kernels.kv_write(q, k, v, kv, batch, None, scale)
+            x = x + layer.out(kernels.paged_attention(q, kv, batch, self._scale, scales=scale).flatten(1))
             x = x if self._norm_first else layer.attn_norm(x)
             h = layer.mlp_norm(x) if self._norm_first else x
             x = x + layer.fc2(self._activation(layer.fc1(h)))

@@ -17,7 +17,7 @@ from typing import Protocol, assert_never
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.shared.model_files import ModelRefused, cache_root
 from kilburn.worker.models.checkpoint import Checkpoint, OnProgress, weight_files
 from kilburn.worker.models.config import (
@@ -43,7 +43,7 @@ class Model(Protocol):
 
     config: ModelConfig
 
-    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         """ids int64 [T] -> hidden [T, H]; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
 
     def logits(self, hidden: Tensor) -> Tensor:
