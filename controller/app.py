@@ -75,6 +75,7 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         most_pinned=settings.pinned_percent / 100,
         preemption=Preemption(settings.preemption),
         aging_s=settings.aging_seconds,
+        prefix_wait_steps=settings.prefix_wait_steps,
         max_waiting_tokens=settings.max_waiting_tokens,
         queue_s=settings.queue_seconds,
         request_s=settings.request_seconds,

@@ -78,6 +78,9 @@ class ControllerSettings(Settings):
         0.0, Duration(0.0, 86400.0), "longest time of a request in all; 0: no limit; its `timeout` may be less"
     )
     least_priority: int = setting(0, Count(-100, 100), "the most urgent `priority` a request may have; lower is first")
+    prefix_wait_steps: int = setting(
+        64, Count(0, 10_000), "longest wait, in steps, for a common prefix that another request computes; 0: none"
+    )
     aging_seconds: float = setting(
         60.0, Duration(0.0, 86400.0), "waiting that makes up for one level of `priority`; 0: nothing does"
     )

@@ -4,9 +4,11 @@
     swapped   --> what is still on the device is adopted, the rest comes back from the host            --> running
 
 Only the head of the line (turns.py) is ever tried: whoever does not fit holds up those behind, and so is never
-overtaken. One who had his turn by waiting is still the first to be preempted by the more urgent, and may be more than
-once. But he is then at the head again and nobody new comes before him; nor does anybody get what is left of a step's
-budget before he has computed all his tokens. So he goes on by a token at least each time, and comes to his end.
+overtaken; save for a bounded number of steps while somebody computes what it begins with, so that requests that arrive
+together compute their common prefix once. One who had his turn by waiting is still the first to be preempted by the
+more urgent, and may be more than once. But he is then at the head again and nobody new comes before him; nor does
+anybody get what is left of a step's budget before he has computed all his tokens. So he goes on by a token at least
+each time, and comes to his end.
 Admission takes the blocks of all tokens known by then, so that only decoding can run out of them.
 """
 
@@ -14,6 +16,7 @@ from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Started
+from kilburn.controller.core.forming import Forming
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Moves
 from kilburn.controller.core.policy import Need
@@ -37,7 +40,8 @@ class Hold(Enum):
 class Admission:
     """See the file's head."""
 
-    def __init__(self, line: Lineup, counters: Counters) -> None:
+    def __init__(self, line: Lineup, counters: Counters, prefix_wait_steps: int) -> None:
+        self._forming, self._prefix_wait_steps = Forming(line.memory.block_size), prefix_wait_steps
         self._line, self._memory, self._counters = line, line.memory, counters
         self._pool, self._block_size = line.memory.device, line.memory.block_size
         self._stuck: tuple[int, int, bool] | None = None  # what was so when the head of the line last did not fit
@@ -48,6 +52,8 @@ class Admission:
     def admit(self, draft: Draft, effects: list[Effect]) -> None:
         """Whoever fits, from the head of the line."""
         line = self._line
+        if line.waiting.aside:
+            line.waiting.release(draft.step)
         while draft.budget:
             group = line.waiting.head()
             if group is None:
@@ -115,6 +121,7 @@ class Admission:
         computed = [sequence.num_computed for sequence in group.live]
         self._line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
         self._line.num_swapped_in += 1
+        self._fills(group)
         self._plan_first(draft, group)
         return True
 
@@ -130,10 +137,12 @@ class Admission:
     # --- those who have nothing but their tokens
 
     def _start(self, draft: Draft, group: Group, effects: list[Effect]) -> bool:
-        """False where it does not fit now."""
+        """False where it does not fit now; true where it runs, has ended, or was set aside."""
         pinned, run = self._pinned_run(group)
         shared = pinned[: run // self._block_size]
         need = Need(group, [self._memory.hits(sequence, shared) for sequence in group.live], self._block_size)
+        if self._forming and self._is_set_aside(group, need.hits[0].num_blocks, draft.step):
+            return True
         if not self._has_spare(need.num_blocks(self._pool)):
             return False
         first = group.live[0]
@@ -167,8 +176,34 @@ class Admission:
         group.live[0].followers = [sequence for i, sequence in enumerate(group.live) if need.follows(i)]
         self._line.lead(group.live[0])  # what it found may be all that they wait for
         self._count(group, computed, effects)
+        self._fills(group)
         self._plan_first(draft, group)
         return True
+
+    def _is_set_aside(self, group: Group, num_hit: int, step: int) -> bool:
+        """Pass over a group whose next blocks somebody is computing, so that they are computed once."""
+        if not self._line.waiting.may_set_aside(group, step):
+            return False
+        first, size = group.live[0], self._block_size
+        filler, num_found = None, num_hit
+        while num_found < (len(first.tokens) - 1) // size:
+            self._memory.index.extend(first.chain, first.tokens, num_found + 1, group.salt)
+            found = self._forming.filler_of(first.chain[num_found])
+            if found is None or (filler is not None and found is not filler):
+                break
+            filler, num_found = found, num_found + 1
+        if filler is None:
+            return False
+        self._line.waiting.set_aside(group, filler, num_found * size, step + self._prefix_wait_steps)
+        return True
+
+    def _fills(self, group: Group) -> None:
+        """Let it be known which blocks a group that has just begun to run will fill first."""
+        first = group.live[0]
+        num_full = min(len(first.tokens), first.limit) // self._block_size
+        if self._prefix_wait_steps and first.num_computed < num_full * self._block_size:
+            self._memory.index.extend(first.chain, first.tokens, num_full, group.salt)
+            self._forming.begins(first, first.num_computed // self._block_size, num_full)
 
     def _after_copy(self, group: Group, num_computed: int, run: int) -> int:
         """How far the first sequence has come once what it shares of a prefix's next block is copied.

@@ -83,6 +83,7 @@ class EngineSettings:
     request_s: float = 0.0  # how long it may take in all; 0: for ever
     most_pinned: float = 0.5  # of a pool, by named prefixes
     preemption: Preemption = Preemption.AUTO
+    prefix_wait_steps: int = 64  # at most, that a request waits for a prefix that another computes; 0: none
     aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
 
 
@@ -362,7 +363,8 @@ class Engine:
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
-        scheduler = Scheduler(hello, memory, lease.id, settings.max_step_tokens, settings.preemption)
+        policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps)
+        scheduler = Scheduler(hello, memory, lease.id, *policies)
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
         for prefix in self._prefixes.values():

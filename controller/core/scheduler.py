@@ -37,7 +37,15 @@ from kilburn.shared.types import LawBroken
 class Scheduler:
     """The groups placed on one worker group, and its block pool."""
 
-    def __init__(self, hello: Hello, memory: Memory, lease: int, max_step_tokens: int, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        hello: Hello,
+        memory: Memory,
+        lease: int,
+        max_step_tokens: int,
+        preemption: Preemption,
+        prefix_wait_steps: int = 0,
+    ) -> None:
         self.memory, self.pool = memory, memory.device
         self.costs = Costs(hello.layout.bytes_per_block)
         self._leaving = Leaving(memory, self.costs, preemption)
@@ -53,7 +61,7 @@ class Scheduler:
         self.counters = Counters()
         self.sizes = Sizes()
         self._next_step = 1
-        self.admission = Admission(self.line, self.counters)
+        self.admission = Admission(self.line, self.counters, prefix_wait_steps)
         self._commit = Commit(self.line, self.counters, self.costs, hello.name, hello.vocab_size)
 
     # --- the door

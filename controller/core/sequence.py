@@ -180,6 +180,7 @@ class Group:
     """
 
     __slots__ = (
+        "awaits",
         "cached_tokens",
         "departure",
         "has_forked",
@@ -194,6 +195,7 @@ class Group:
         "reserved_rows",
         "salt",
         "turn",
+        "until_step",
     )
 
     def __init__(
@@ -208,6 +210,8 @@ class Group:
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
         self.turn: tuple[float, int] = (place.priority, place.arrival)  # when it is admitted: see turns.py
+        self.awaits: tuple[Sequence, int] | None = None  # passed over until this one has computed so far, and
+        self.until_step: int | None = None  # until this step at most: see turns.py
         self.num_prompt = len(prompt)
         self.has_started = False
         self.cached_tokens = 0  # of its prompt, when it first began

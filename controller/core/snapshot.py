@@ -221,6 +221,7 @@ def waiting_reasons(scheduler: Scheduler) -> dict[str, int]:
     """How many requests wait for what. Those behind somebody wait for what he waits for."""
     waiting = scheduler.line.waiting
     reasons = {"waiting_for_blocks": 0, "waiting_for_rows": 0, "waiting_for_budget": 0, "waiting_for_preempted": 0}
+    reasons["waiting_for_prefix"] = len(waiting.aside)
     hold = f"waiting_for_{scheduler.admission.hold.value}"
     if waiting.returned:
         reasons["waiting_for_preempted"] = len(waiting.fresh)

@@ -3,6 +3,7 @@
     named prefixes   first of all, in order of arrival
     returned         were on the rows before: preempted, or their worker was lost
     fresh            never ran
+    aside            fresh ones, passed over since somebody is computing what they begin with (forming.py)
 
 A group's *turn* is fixed when it arrives, and the lower one goes first:
 
@@ -13,6 +14,9 @@ between two who wait never changes, and so neither does their order. Nobody star
 only those go before it who arrive within (its priority - theirs) x aging_s. With an aging_s of 0 priorities are strict:
 turn = (priority, arrival), and nothing is promised to the low ones.
 
+Whoever is passed over keeps its turn, and is passed over for so many steps in all and no longer: that is the bound on
+being overtaken. One that was on the rows before never is.
+
 While a returned group waits, no fresh one of equal or lower priority goes before it, whatever their turns. Turns are
 for admission only: who is preempted is decided by place (priority, then arrival), however long anybody has waited.
 """
@@ -20,9 +24,12 @@ for admission only: who is preempted is decided by place (priority, then arrival
 from bisect import insort
 from collections.abc import Iterator
 
+from kilburn.controller.core.forming import is_filling
 from kilburn.controller.core.prefixes import PinGroup
-from kilburn.controller.core.sequence import Group, Place
+from kilburn.controller.core.sequence import Group, Place, Sequence
 from kilburn.shared.types import LawBroken
+
+MOST_ASIDE = 64  # each is looked at in every step
 
 
 def turn_of(place: Place, now: float, aging_s: float) -> tuple[float, int]:
@@ -41,6 +48,7 @@ class Turns:
         self.pins: list[Group] = []
         self.returned: list[Group] = []
         self.fresh: list[Group] = []
+        self.aside: list[Group] = []
         self.num_tokens = 0  # of the prompts of those who wait, named prefixes apart
 
     # --- questions
@@ -59,24 +67,31 @@ class Turns:
     @property
     def num_requests(self) -> int:
         """Named prefixes are no requests."""
-        return len(self.returned) + len(self.fresh)
+        return len(self.returned) + len(self.fresh) + len(self.aside)
 
     def __iter__(self) -> Iterator[Group]:
         yield from self.pins
         yield from self.returned
         yield from self.fresh
+        yield from self.aside
 
     def __len__(self) -> int:
         return len(self.pins) + self.num_requests
 
     def validate(self) -> None:
         """Raises LawBroken."""
+        if any(group.awaits is None for group in self.aside) or len(self.aside) > MOST_ASIDE:
+            raise LawBroken("a group was passed over for nothing, or too many were")
+        if any(group.awaits is not None for group in (*self.pins, *self.returned, *self.fresh)):
+            raise LawBroken("a group is in line and yet passed over")
         for groups in (self.pins, self.returned, self.fresh):
             if groups != sorted(groups, key=_by_turn):
                 raise LawBroken("groups out of order")
-        if any(not group.has_started for group in self.returned) or any(group.has_started for group in self.fresh):
+        if any(not group.has_started for group in self.returned) or any(
+            group.has_started for group in (*self.fresh, *self.aside)
+        ):
             raise LawBroken("a group waits among those of another past")
-        if sum(group.num_prompt for group in (*self.returned, *self.fresh)) != self.num_tokens:
+        if sum(group.num_prompt for group in (*self.returned, *self.fresh, *self.aside)) != self.num_tokens:
             raise LawBroken("the tokens of those who wait do not add up")
 
     # --- commands
@@ -88,13 +103,41 @@ class Turns:
 
     def remove(self, group: Group) -> None:
         self._list_of(group).remove(group)
+        group.awaits = None
         if not isinstance(group, PinGroup):
             self.num_tokens -= group.num_prompt
 
+    def set_aside(self, group: Group, filler: Sequence, end: int, until_step: int) -> None:
+        """Pass over a fresh group until the filler has computed its positions up to `end`, or the step is reached."""
+        self.fresh.remove(group)
+        group.awaits = (filler, end)
+        if group.until_step is None:  # it is passed over for so many steps in all
+            group.until_step = until_step
+        self.aside.append(group)
+
+    def release(self, step: int) -> None:
+        """Those who have waited long enough, or for nothing, are in line again, each at its turn."""
+        for group in list(self.aside):
+            if group.awaits is None or group.until_step is None:
+                raise LawBroken("a group was passed over for nothing")
+            if step >= group.until_step or not is_filling(*group.awaits):
+                self.aside.remove(group)
+                group.awaits = None
+                insort(self.fresh, group, key=_by_turn)
+
+    def may_set_aside(self, group: Group, step: int) -> bool:
+        """Whether a group is one that may be passed over."""
+        has_patience = group.until_step is None or step < group.until_step
+        return has_patience and len(self.aside) < MOST_ASIDE and self._list_of(group) is self.fresh
+
     def clear(self) -> None:
-        self.pins, self.returned, self.fresh, self.num_tokens = [], [], [], 0
+        for group in self:
+            group.awaits = group.until_step = None
+        self.pins, self.returned, self.fresh, self.aside, self.num_tokens = [], [], [], [], 0
 
     def _list_of(self, group: Group) -> list[Group]:
         if isinstance(group, PinGroup):
             return self.pins
+        if group.awaits is not None:
+            return self.aside
         return self.returned if group.has_started else self.fresh

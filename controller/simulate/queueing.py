@@ -22,6 +22,9 @@ class Queueing:
         self.scenario, self.leases = scenario, leases
         self._turns: dict[int, tuple[float, int]] = {}
         self._begun: set[int] = set()
+        self._submits: list[Submit] = []
+        self._overtaken: dict[int, int] = {}  # request -> the step in which it first was
+        self._slack = scenario.depth  # plans that a turn may bring
         # Nothing but the line decides: one worker group that never fails, and nobody but requests in its pool.
         is_plain = scenario.faults == Faults() and not scenario.pins and len(scenario.hellos) == 1
         self._is_strict = is_plain and scenario.shutdown_s is None
@@ -30,6 +33,7 @@ class Queueing:
         aging_s = self.scenario.aging_s
         due = now + submit.priority * aging_s if aging_s else float(submit.priority)
         self._turns[submit.request_id] = (due, len(self._turns))
+        self._submits.append(submit)
 
     def _place(self, submit: Submit) -> tuple[int, int]:
         return submit.priority, self._turns[submit.request_id][1]
@@ -40,8 +44,22 @@ class Queueing:
             return
         turn = self._turns[submit.request_id]
         for other in waiting:
-            first = other.request_id
-            demand(turn < self._turns[first], f"it began before request {first}, whose turn it was", submit.request_id)
+            number = other.request_id
+            if turn < self._turns[number]:
+                continue
+            steps = sum(view.next_step for view in self.leases.views.values())  # there is one
+            since = self._overtaken.setdefault(number, steps)
+            told = f"it began before request {number}, whose turn it was"
+            demand(self._has_prefix_in_common(other), told, submit.request_id)
+            holds = self.scenario.prefix_wait_steps and steps - since <= self.scenario.prefix_wait_steps + self._slack
+            demand(bool(holds), f"{told} {steps - since} steps ago", submit.request_id)
+
+    def _has_prefix_in_common(self, submit: Submit) -> bool:
+        """A block with some other request of the same tenant: only for its sake may this one be passed over."""
+        size = self.scenario.hellos[0].layout.block_size
+        head = tuple(submit.prompt[:size])
+        others = (other for other in self._submits if other is not submit and other.salt == submit.salt)
+        return len(submit.prompt) > size and any(tuple(other.prompt[:size]) == head for other in others)
 
     def noted(self, note: Note, requests: Mapping[int, Told]) -> None:
         """In order with the plans of the turn."""

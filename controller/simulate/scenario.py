@@ -77,6 +77,7 @@ class Scenario:
     move_s: float  # what workers say a block moved takes, and
     compute_s: float  # a position computed
     aging_s: float  # of waiting, for a level of priority
+    prefix_wait_steps: int
     max_waiting_tokens: int  # 0: any
     queue_s: float  # how long a request may wait; 0: for ever
     request_s: float  # how long it may take; 0: for ever
@@ -150,6 +151,7 @@ def draw_scenario(seed: int) -> Scenario:
         move_s=rng.choice((1e-6, 1e-4)),
         compute_s=rng.choice((1e-6, 1e-4)),
         aging_s=Random(seed ^ 0xA9E).choice((0.0, 0.02, 0.2, 60.0)),
+        prefix_wait_steps=Random(seed ^ 0xF0).choice((0, 0, 1, 2, 4, 1000)),
         max_waiting_tokens=limits.choice((0,) * 8 + (30, 100)),
         queue_s=limits.choice((0.0,) * 10 + (0.1, 1.0)),
         request_s=limits.choice((0.0,) * 10 + (0.3, 2.0)),

@@ -71,6 +71,7 @@ class World:
                 most_pinned=scenario.most_pinned,
                 preemption=scenario.preemption,
                 aging_s=scenario.aging_s,
+                prefix_wait_steps=scenario.prefix_wait_steps,
                 max_waiting_tokens=scenario.max_waiting_tokens,
                 queue_s=scenario.queue_s,
                 request_s=scenario.request_s,
@@ -183,6 +184,8 @@ class World:
             self.story.add(self.now, "<", effect, self._about_effect(effect))
         self.engine.validate()
         self.judge.see(effects, self.now)
+        if self.turn % 4 == 0:
+            self.seen["passed over"] += sum(group.waiting_for_prefix for group in self.engine.snapshot().groups)
         self._tell_bodies(len(events))
         for effect in effects:
             self._fulfil(effect)

@@ -35,6 +35,7 @@ CORE_LAYERS = (
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),
+    ("forming",),
     ("policy", "beam", "prefixes"),
     ("memory",),
     ("sequence",),

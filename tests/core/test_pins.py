@@ -294,7 +294,7 @@ def test_what_a_request_shares_is_not_taken_off_its_room() -> None:
 
 def test_who_began_before_the_prefix_was_complete_comes_back_to_share_it() -> None:
     """Accepted because it shares two blocks, it computed them itself; alone and out of blocks it is admitted anew."""
-    hand = Hand(settings_of_depth(2))
+    hand = Hand(replace(settings_of_depth(2), prefix_wait_steps=0))
     hand.join(num_blocks=12)
     hand.pin(PREFIX)
     request = hand.submit((*PREFIX, 1), max_tokens=34)

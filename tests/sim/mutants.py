@@ -326,6 +326,24 @@ MUTANTS = [
         "return fresh",
     ),
     one(
+        "who waits for a prefix waits although nobody fills it any more",
+        "turns.py",
+        "if step >= group.until_step or not is_filling(*group.awaits):",
+        "if step >= group.until_step:",
+    ),
+    one(
+        "anybody is passed over while a prefix is computed",
+        "admission.py",
+        "            if found is None or (filler is not None and found is not filler):",
+        "            found = next(iter(self._forming._fillers.values()))[0]\n            if num_found > num_hit:",
+    ),
+    one(
+        "who is passed over loses its turn",
+        "turns.py",
+        "                insort(self.fresh, group, key=_by_turn)",
+        "                self.fresh.append(group)",
+    ),
+    one(
         "victims are chosen by their turns",
         "lineup.py",
         "        insort(self.running, group, key=lambda g: g.place)",

@@ -55,6 +55,10 @@ HAPPENINGS = {
     "swap out": 2_000,
     "swap in": 250,
     "preempted by swap": 80,
+    "passed over": 20,
+    "finished timeout": 100,
+    "refused queue timeout": 100,
+    "refused request timeout": 50,
     "plan of moves alone": 30,
 }
 
