@@ -94,6 +94,7 @@ ENGINE_FIGURES: tuple[Figure[Snapshot], ...] = (
     Figure("leases_began", COUNTER, "leases given", (), single(lambda s: s.leases_began)),
     Figure("leases_ended", COUNTER, "leases that ended", (), single(lambda s: s.leases_ended)),
     Figure("requests", GAUGE, "requests known to the engine", (), single(lambda s: s.requests)),
+    Figure("requests_queued", GAUGE, "requests that wait, wherever they are", (), single(lambda s: s.waiting_requests)),
     Figure("requests_homeless", GAUGE, "requests that wait for a worker group", (),
            single(lambda s: s.homeless_requests)),
     Figure("requests_displaced", COUNTER, "requests that had to leave a worker group whose lease ended", (),

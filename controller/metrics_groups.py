@@ -87,6 +87,10 @@ def _memory(group: GroupSnapshot) -> Values:
     ]
 
 
+def _move_seconds(group: GroupSnapshot) -> Values:
+    return [(("out",), group.swap_out_s), (("in",), group.swap_in_s), (("copy",), group.copy_s)]
+
+
 def _seconds(group: GroupSnapshot) -> Values:
     return [
         (("idle",), group.worker_idle_s),
@@ -146,6 +150,8 @@ GROUP_FIGURES: tuple[Figure[GroupSnapshot], ...] = (
     Figure("swapped_in", COUNTER, "requests that came back from the host pool", (), single(lambda g: g.swapped_in)),
     Figure("swap_blocks", COUNTER, "blocks moved between the pools", ("direction",), _swap_blocks),
     Figure("swap_bytes", COUNTER, "the same in bytes", ("direction",), _swap_bytes),
+    Figure("move_seconds", COUNTER, "the worker's time for moves of blocks; a step that moves both ways is divided by "
+           "blocks", ("direction",), _move_seconds),
     Figure("host_saved_blocks", COUNTER, "evicted blocks that the host pool kept", (),
            single(lambda g: g.blocks_saved)),
     Figure("host_hit_blocks", COUNTER, "blocks that came back from there by their names", (),

@@ -177,6 +177,12 @@ class Commit:
             self._share(flight, result)
         self._costs.moved(flight.num_moved, timings.moves_s)
         self._costs.computed(flight.num_chunk_tokens, flight.num_decodes, timings.forward_s)
+        if flight.num_moved:
+            out_s = timings.moves_s * flight.num_out / flight.num_moved
+            counters.swap_out_s += out_s
+            counters.swap_in_s += timings.moves_s - out_s
+        else:
+            counters.copy_s += timings.moves_s
         counters.worker_idle_s += timings.idle_s
         counters.worker_apply_s += timings.apply_s
         counters.worker_forward_s += timings.forward_s

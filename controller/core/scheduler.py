@@ -146,7 +146,17 @@ class Scheduler:
         counts = draft.chunk_counts + [1] * len(draft.decodes)
         epochs, num_chunk_tokens = [s.epoch for s in sequences], sum(draft.chunk_counts)
         self.flights.append(
-            Flight(draft.step, now, sequences, epochs, counts, num_chunk_tokens, num_moved, moves.shares)
+            Flight(
+                draft.step,
+                now,
+                sequences,
+                epochs,
+                counts,
+                num_chunk_tokens,
+                num_moved,
+                moves.shares,
+                len(moves.swaps_out),
+            )
         )
         self._next_step += 1
         self.counters.steps += 1

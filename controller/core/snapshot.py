@@ -83,6 +83,9 @@ class GroupSnapshot:
     step_positions: Spread
     step_budget_use: Spread
     step_flight_s: Spread
+    swap_out_s: float
+    swap_in_s: float
+    copy_s: float
     worker_idle_s: float
     worker_apply_s: float
     worker_forward_s: float

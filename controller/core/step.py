@@ -30,6 +30,7 @@ class Flight:
     num_chunk_tokens: int = 0  # positions of chunks; the other rows go on by one
     num_moved: int = 0  # blocks swapped in or out
     shares: list[tuple[Departure, int]] = field(default_factory=list)  # of these, for groups that leave or return
+    num_out: int = 0  # of those moved, out
 
     @property
     def num_decodes(self) -> int:
@@ -57,6 +58,9 @@ class Counters:
     returned_by_recompute: int = 0
     predicted_recompute_s: float = 0.0
     actual_recompute_s: float = 0.0
+    swap_out_s: float = 0.0  # the worker's time for moves; of steps that move both ways, by the blocks of each
+    swap_in_s: float = 0.0
+    copy_s: float = 0.0  # of steps that only copy
     worker_idle_s: float = 0.0
     worker_apply_s: float = 0.0
     worker_forward_s: float = 0.0

@@ -1,10 +1,14 @@
 """What is counted for onlookers: by hand, and never downwards."""
 
+from dataclasses import replace
+
 import pytest
 
 from kilburn.controller.core.block_pool import BlockPool, Name
+from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.events import Left
 from kilburn.controller.core.histogram import Histogram
+from kilburn.controller.core.policy import Preemption
 from tests.core.driver import Hand, settings_of_depth
 
 SHARED = (1, 2, 3, 4, 5, 6)
@@ -72,6 +76,34 @@ def test_steps_are_measured_by_rows_positions_and_use_of_the_budget() -> None:
     assert now.step_rows.total == 2 * 3, "each was in three steps, one of its prompt and two of decoding"
     assert now.step_positions.total == 2 * (len(SHARED) + 2) - now.prefix_hit_tokens
     assert 0 < now.step_budget_use.total < now.steps
+
+
+def test_preemptions_are_counted_by_the_way_and_by_what_decided_it() -> None:
+    hand = Hand(settings_of_depth(2))
+    hand.join(num_blocks=7)
+    requests = [hand.submit((*SHARED, i), max_tokens=9) for i in range(6)]
+    hand.land()
+    hand.line().recompute(hand.line().running[-1], [])  # as where blocks prove unreadable
+    hand.run()
+    now = hand.snapshot()
+    assert {way for way, _ in now.preempted} == {Way.RECOMPUTE}
+    assert now.preempted[Way.RECOMPUTE, Why.LOST] == 1
+    assert sum(now.preempted.values()) == now.preempted_by_recompute > 1
+    hand.check(*requests)
+
+
+def test_the_time_of_moves_is_divided_between_their_directions() -> None:
+    hand = Hand(replace(settings_of_depth(2), preemption=Preemption.SWAP))
+    hand.join(num_blocks=7, num_host_blocks=14)
+    hand.worker().move_s = 0.5
+    requests = [hand.submit((*SHARED, i), max_tokens=9) for i in range(4)]
+    hand.run()
+    now = hand.snapshot()
+    assert now.preempted_by_swap > 0
+    assert now.swap_out_s == pytest.approx(0.5 * now.blocks_out)
+    assert now.swap_in_s == pytest.approx(0.5 * now.blocks_in)
+    assert sum(number for (way, _), number in now.preempted.items() if way is Way.SWAP) == now.preempted_by_swap
+    hand.check(*requests)
 
 
 def test_waste_is_what_blocks_have_beyond_the_known_tokens() -> None:
