@@ -134,7 +134,8 @@ BLOCK_POOL = Dashboard(
             Panel("Time of moves", "The worker's seconds per second for swaps and copies. Near 1 it does nothing else: "
                   "a smaller host pool, or --preemption recompute.", "percentunit",
                   Query(rate("kilburn_move_seconds_total", "direction"), "{{direction}}")),
-            Panel("Blocks swapped", "The same in blocks.", "ops",
+            Panel("Blocks swapped", "Swap traffic in blocks, each way. Far more out than in for long: requests "
+                  "leave faster than they come back.", "ops",
                   Query(rate("kilburn_swap_blocks_total", "direction"), "{{direction}}")),
             Panel("What the choice goes by", "What this worker has shown a moved block and a computed token to take.",
                   "s", Query("avg by (group) (kilburn_move_block_seconds{$G})", "a block, {{group}}"),

@@ -139,7 +139,7 @@ class Load:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.connect((host, int(port)))
         messages = [{"role": "user", "content": "The sea"}]
-        wanted = {"messages": messages, "max_tokens": 700, "logprobs": True, "top_logprobs": 20, "n": 4}
+        wanted = {"messages": messages, "max_tokens": 900, "logprobs": True, "top_logprobs": 20}
         body = json.dumps(wanted | {"stream": True, "ignore_eos": True, "priority": -1}).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         reader.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -34,12 +35,7 @@ CONSTANT = {
     "Memory of workers": "pools and weights are allocated once, when a worker starts",
     "What runs here": "versions and settings are fixed when a process starts",
 }
-ALERTS = subprocess.run(
-    [sys.executable, "-c", "import json, sys, yaml; print(json.dumps(yaml.safe_load(open(sys.argv[1]))))",
-     str(SETTINGS / "alerts.yml")],
-    capture_output=True, text=True, check=True,
-)  # fmt: skip
-RULES = [rule for group in json.loads(ALERTS.stdout)["groups"] for rule in group["rules"]]
+RULES = [rule for group in yaml.safe_load((SETTINGS / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 
 
 def boards() -> list[dict[str, Any]]:
