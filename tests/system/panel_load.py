@@ -139,7 +139,7 @@ class Load:
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         reader.connect((host, int(port)))
         messages = [{"role": "user", "content": "The sea"}]
-        wanted = {"messages": messages, "max_tokens": 900, "logprobs": True, "top_logprobs": 20}
+        wanted = {"messages": messages, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
         body = json.dumps(wanted | {"stream": True, "ignore_eos": True, "priority": -1}).encode()
         head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         reader.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -155,7 +155,7 @@ class Load:
             dealer.send(msgpack.packb({"nor": "this"}))
             dealer.send(encode(Beat(1, 1)))
 
-    async def _until(self, holds: Any, within_s: float = 30.0) -> None:
+    async def _until(self, holds: Any, within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while not holds(await asyncio.to_thread(self._watched.ask, "snapshot")):
                 await asyncio.sleep(0.2)
@@ -176,7 +176,7 @@ class Load:
         await asyncio.sleep(QUIET_S)
 
     async def _disturb(self, session: aiohttp.ClientSession) -> None:
-        await self._until(lambda s: s["groups"], within_s=60.0)
+        await self._until(lambda s: s["groups"])
         await asyncio.sleep(QUIET_S)
         for _ in range(14):
             self._begin(self._repeat(session, "unlike"))
@@ -199,7 +199,7 @@ class Load:
             await self._until(lambda s: s["leases_ended"] == 1)
             await asyncio.sleep(2)
             self._redis.start()
-            await self._until(lambda s: s["leases_began"] == 2, within_s=60.0)
+            await self._until(lambda s: s["leases_began"] == 2)
             await self._until(lambda s: s["groups"] and s["groups"][0]["free_blocks"] > 0)
             self._watched.ask("break")
             await self._until(lambda s: s["laws_broken"] == 1 and s["leases_began"] == 3)

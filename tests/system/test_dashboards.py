@@ -29,7 +29,7 @@ from tests.system.redis_server import RedisServer
 from tests.worker.tiny_models import OWN_CONFIGS, make_tiny
 
 DASHBOARDS = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
-NUM_BLOCKS, NUM_HOST_BLOCKS = 72, 40
+NUM_BLOCKS, NUM_HOST_BLOCKS = 72, 120
 # Panels whose expressions rightly stay as they are while a controller runs.
 CONSTANT = {
     "Memory of workers": "pools and weights are allocated once, when a worker starts",
