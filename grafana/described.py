@@ -92,7 +92,7 @@ BLOCK_POOL = Dashboard(
                   "own. Tail waste: slots beyond the last token. Waste over some percent: a smaller --block-size.",
                   "percentunit",
                   Query("sum(kilburn_filled_slots{$G}) / sum(kilburn_owned_slots{$G})", "filled"),
-                  Query("sum(kilburn_tail_slots{$G}) / sum(kilburn_owned_slots{$G})", "tail waste")),
+                  Query("avg(kilburn_tail_waste_ratio{$G})", "tail waste")),
             Panel("Sharing", "Blocks that sharing saves, of those that would be needed without. Zero although prompts "
                   "have much in common: their beginnings differ (a date, a name), or salts keep them apart.",
                   "percentunit", Query("avg by (group) (kilburn_sharing_ratio{$G})", "{{group}}")),
@@ -159,15 +159,19 @@ LATENCY = Dashboard(
                   "short", Query("sum by (reason) (kilburn_requests_waiting{$G})", "{{reason}}"), look=STACKED),
             Panel("Tokens that wait", "Known tokens of those who wait: the work before the last of them.", "short",
                   Query("sum(kilburn_waiting_tokens{$G})", "tokens")),
-            Panel("Prompt lengths", "Of requests that began.", "short", *quantiles("kilburn_request_prompt_tokens")),
+            Panel("Prompt lengths", "Of requests that began. Where they have become longer, so has everything before "
+                  "the first token.", "short", *quantiles("kilburn_request_prompt_tokens")),
         )),
         Section("From there on", (
-            Panel("Time between tokens", "All of them. Bands far above the first are preemptions.", "s",
+            Panel("Time between tokens", "All of them. Bands far above the first are preemptions, or steps with long "
+                  "prompts.", "s",
                   spread("kilburn_inter_token_seconds"), look=HEATMAP),
-            Panel("Decode", "From the first token to the last.", "s", *quantiles("kilburn_request_decode_seconds")),
+            Panel("Decode", "From the first token to the last: the length of answers times the time between "
+                  "tokens.", "s", *quantiles("kilburn_request_decode_seconds")),
             Panel("End to end", "From arrival to the last token. Depends on how long answers are.", "s",
                   *quantiles("kilburn_request_seconds")),
-            Panel("Answer lengths", "Tokens of finished requests.", "short",
+            Panel("Answer lengths", "Tokens of finished requests, all their sequences together. Long ones hold "
+                  "blocks for long.", "short",
                   *quantiles("kilburn_request_output_tokens")),
             Panel("Where time goes", "Seconds per second that requests spend queueing, in prefill and decoding: the "
                   "number of requests that do so on average.", "short",
@@ -199,7 +203,8 @@ WORKERS = Dashboard(
                   Query("sum(increase(kilburn_requests_displaced_total{$I}[$R]))", "displaced"),
                   Query("sum(increase(kilburn_requests_recovered_total{$I}[$R]))", "placed again"),
                   Query("sum(kilburn_requests_homeless{$I})", "waiting for a worker")),
-            Panel("Beats", "From and to workers.", "ops", Query(rate("kilburn_beats_total", "direction"),
+            Panel("Beats", "From and to workers, per second. Those that come should be as many as go: fewer are "
+                  "on a bad link.", "ops", Query(rate("kilburn_beats_total", "direction"),
                   "{{direction}}")),
             Panel("Laws broken", "Faults found by our own accounting. More than 0 is a bug: keep the log, and tell us.",
                   "none", Query("sum(kilburn_laws_broken_total{$I})"), look=NUMBER),
@@ -209,7 +214,8 @@ WORKERS = Dashboard(
                   "is too slow or nothing is asked; forward should be most of the rest.", "percentunit",
                   Query(rate("kilburn_worker_seconds_total", "phase"), "worker, {{phase}}"),
                   Query(rate("kilburn_controller_seconds_total", "phase", "$I"), "controller, {{phase}}")),
-            Panel("Steps", "Steps planned, per second.", "ops", Query(rate("kilburn_steps_total", "group"),
+            Panel("Steps", "Steps planned, per second. Few, with requests running: steps are long, or the "
+                  "worker is stuck.", "ops", Query(rate("kilburn_steps_total", "group"),
                   "{{group}}")),
             Panel("A step's flight", "From sending a plan to committing its result; up to --depth of them overlap.",
                   "s", *quantiles("kilburn_step_flight_seconds", "$G")),
@@ -229,7 +235,8 @@ WORKERS = Dashboard(
                   Query(rate("kilburn_step_generated_tokens_total"), "drawn")),
         )),
         Section("The wire and the process", (
-            Panel("Bytes on the wire", "Between controller and workers.", "Bps",
+            Panel("Bytes on the wire", "Between controller and workers. Tokens and blocks only, no KV: "
+                  "megabytes are a surprise.", "Bps",
                   Query("sum(rate(kilburn_link_bytes_in_total{$I}[$R]))", "in"),
                   Query("sum(rate(kilburn_link_bytes_out_total{$I}[$R]))", "out")),
             Panel("What does not belong there", "Frames that were no messages, and messages of peers without a lease. "
