@@ -147,7 +147,7 @@ def _sources(
     return Sources(
         snapshot=driver.engine.snapshot,
         now=asyncio.get_running_loop().time,
-        is_serving=lambda: driver.health().unhealthy is None,
+        is_serving=lambda snapshot: driver.health(snapshot).unhealthy is None,
         plan_s=lambda: driver.plan_s,
         streams=driver.streams,
         link=link,

@@ -33,6 +33,7 @@ from kilburn.controller.core.events import (
     Submit,
     Tick,
 )
+from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.noted import Noted
@@ -238,12 +239,10 @@ class Driver:
     def max_len(self) -> int | None:
         return max((group.max_len for group in self.engine.snapshot().groups), default=None)
 
-    def health(self) -> Health:
-        """What can be expected of this service now."""
-        engine = self.engine.settings
-        return judged(
-            self.engine.snapshot(), self._loop.time(), self._progress_s, engine.max_waiting, self.fatal.done()
-        )
+    def health(self, snapshot: Snapshot | None = None) -> Health:
+        """What can be expected of this service now. `snapshot`: of this moment, where there is one already."""
+        engine, seen = self.engine.settings, snapshot or self.engine.snapshot()
+        return judged(seen, self._loop.time(), self._progress_s, engine.max_waiting, self.fatal.done())
 
 
 async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:

@@ -38,7 +38,7 @@ class Sources:
 
     snapshot: Callable[[], Snapshot]
     now: Callable[[], float]  # on the clock that turns the engine
-    is_serving: Callable[[], bool]  # what /health says
+    is_serving: Callable[[Snapshot], bool]  # what /health says
     plan_s: Callable[[], float]  # seconds that the engine has taken so far
     streams: Streams
     link: ControllerLink
@@ -71,6 +71,8 @@ class _Reading(Collector):
         yield from families(EDGE_FIGURES, [((), sources.streams)])
         yield from families(PROCESS_FIGURES, [((), sources)])
         yield from families(GROUP_FIGURES, groups, labels=("group",))
+        serving = float(sources.is_serving(snapshot))
+        yield from families(SERVING_FIGURES, [((), serving)])
         silence = [((group.name,), now - group.heard_at) for group in snapshot.groups]
         yield from families(SILENCE_FIGURES, silence, labels=("group",))
         if self._vllm_names:
@@ -168,8 +170,6 @@ def _spent(sources: Sources) -> Values:
 
 
 PROCESS_FIGURES: tuple[Figure[Sources], ...] = (
-    Figure("up_to_serve", GAUGE, "1 when tokens can be produced, as /health says", (),
-           single(lambda s: s.is_serving())),
     Figure("build_info", GAUGE, "1; what runs here", ("python", "protocol", "model"), _build),
     Figure("config_info", GAUGE, "1 for each setting that matters to these figures", ("setting", "value"),
            lambda s: [(pair, 1) for pair in s.about]),
@@ -199,6 +199,9 @@ PROCESS_FIGURES: tuple[Figure[Sources], ...] = (
     Figure("link_garbage", COUNTER, "frames that were no messages", ("kind",), _garbage),
 )  # fmt: skip
 
+SERVING_FIGURES: tuple[Figure[float], ...] = (
+    Figure("up_to_serve", GAUGE, "1 when tokens can be produced, as /health says", (), single(lambda serving: serving)),
+)
 SILENCE_FIGURES: tuple[Figure[float], ...] = (
     Figure("lease_silence_seconds", GAUGE, "since the worker group was last heard", (), single(lambda s: s)),
 )

@@ -81,7 +81,13 @@ def _swap_bytes(group: GroupSnapshot) -> Values:
 
 
 def _memory(group: GroupSnapshot) -> Values:
+    memory = group.memory
     return [
+        (("weights",), memory.weights),
+        (("activations",), memory.activations),
+        (("logits",), memory.logits),
+        (("buffers",), memory.buffers),
+        (("graphs",), memory.graphs),
         (("kv_pool",), group.num_blocks * group.bytes_per_block),
         (("host_pool",), group.num_host_blocks * group.bytes_per_block),
     ]

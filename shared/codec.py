@@ -136,6 +136,7 @@ LOST = f.record(m.KvLost, {"index": f.NATURAL, "tier": _TIER, "block": f.NATURAL
 LOGPROB_ROW = f.record(
     m.RowLogprobs, {"index": f.NATURAL, "width": f.POSITIVE, "ids": f.TUPLE_COLUMN, "logprobs": f.REALS}
 )
+MEMORY = f.record(m.WorkerMemory, dict.fromkeys(("weights", "activations", "logits", "buffers", "graphs"), f.COUNTER))
 TIMINGS = f.record(m.Timings, dict.fromkeys(("idle_s", "apply_s", "forward_s", "sample_s", "moves_s"), f.REAL))
 
 
@@ -191,11 +192,15 @@ class _Kind:
     dump: Callable[[Any], list[Any]]
     loads: tuple[Callable[[f.Reader], Any], ...]
     build: Callable[..., Any]
+    num_appended: int = 0  # fields at the end that older builds of this version do not send
 
 
-def _kind(tag: int, cls: type, build: Callable[..., Any] | None = None, **codecs: f.Field) -> _Kind:
+def _kind(
+    tag: int, cls: type, build: Callable[..., Any] | None = None, num_appended: int = 0, **codecs: f.Field
+) -> _Kind:
     f.check_complete(cls, list(codecs))
-    return _Kind(tag, cls, f.dumper(codecs), tuple([codec.load for codec in codecs.values()]), build or cls)
+    loads = tuple([codec.load for codec in codecs.values()])
+    return _Kind(tag, cls, f.dumper(codecs), loads, build or cls, num_appended)
 
 
 def _result_kind(tag: int) -> _Kind:
@@ -217,7 +222,7 @@ BEAT = _kind(3, m.Beat, lease=LEASE, step=STEP)
 _FROM_WORKER = (
     _kind(_HELLO_TAG, m.Hello, name=f.TEXT, model_digest=f.DIGEST, layout=LAYOUT, num_blocks=f.NATURAL,
           num_host_blocks=f.NATURAL, max_rows=f.POSITIVE, max_step_tokens=f.POSITIVE, max_len=f.POSITIVE,
-          vocab_size=f.POSITIVE, rank=f.NATURAL, world=f.POSITIVE, pid=f.NATURAL),
+          vocab_size=f.POSITIVE, rank=f.NATURAL, world=f.POSITIVE, pid=f.NATURAL, memory=MEMORY, num_appended=1),
     _result_kind(2),
     BEAT,
     _kind(4, m.StepDone, lease=LEASE, step=STEP, digest=f.DIGEST),
@@ -280,10 +285,10 @@ def _read(stream: f.Reader, num_bytes: int, by_tag: dict[int, _Kind]) -> Any:
     if kind is None:
         raise ProtocolError(f"unknown tag {tag}")
     num_extra = length - 2 - len(kind.loads)
-    if num_extra < 0:
+    if num_extra < -kind.num_appended:
         raise ProtocolError(f"{kind.cls.__name__} lacks fields")
-    values = [load(stream) for load in kind.loads]
-    if num_extra:
+    values = [load(stream) for load in (kind.loads if num_extra >= 0 else kind.loads[:num_extra])]
+    if num_extra > 0:
         f.skip(stream, num_extra)
     if stream.tell() != num_bytes:
         raise ProtocolError("bytes after the message")

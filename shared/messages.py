@@ -41,6 +41,17 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """What a worker holds beside its pools, by the rows of its ledger, in bytes. Shown to operators."""
+
+    weights: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    graphs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """A rank is loaded, compiled and warm, and asks for a lease."""
 
@@ -56,6 +67,7 @@ class Hello:
     rank: int = 0
     world: int = 1
     pid: int = 0  # shown to operators; no meaning to the core
+    memory: WorkerMemory = WorkerMemory()  # as measured; left out by older builds
 
 
 @dataclass(frozen=True, slots=True)

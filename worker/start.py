@@ -24,7 +24,7 @@ from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, kernels_for, 
 from kilburn.shared import ledger
 from kilburn.shared.config import SettingsError, WorkerSettings
 from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
-from kilburn.shared.messages import Admit, Hello, StepPlan
+from kilburn.shared.messages import Admit, Hello, StepPlan, WorkerMemory
 from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_shapes
 from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
@@ -106,7 +106,7 @@ def make_ready(settings: WorkerSettings) -> Ready:
         found = measured(planned, weight_bytes, executor.runner, graph_bytes, device)
     for line in ledger.compared(planned, found):
         say(f"  {line}")
-    return Ready(hello_for(settings, loaded, layout, executor, num_host_blocks), executor, planned, found)
+    return Ready(hello_for(settings, loaded, layout, executor, found), executor, planned, found)
 
 
 def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
@@ -173,20 +173,24 @@ def executor_for(
 
 
 def hello_for(
-    settings: WorkerSettings, loaded: LoadedModel, layout: KVLayout, executor: Executor, num_host_blocks: int
+    settings: WorkerSettings, loaded: LoadedModel, layout: KVLayout, executor: Executor, found: ledger.Ledger
 ) -> Hello:
     limits = executor.rows.limits
+    memory = WorkerMemory(
+        found.weight_bytes, found.activation_bytes, found.logits_bytes, found.buffer_bytes, found.graph_bytes
+    )
     return Hello(
         name=settings.name,
         model_digest=loaded.digest,
         layout=layout,
         num_blocks=limits.num_blocks,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=found.num_host_blocks,
         max_rows=limits.max_rows,
         max_step_tokens=limits.max_step_tokens,
         max_len=limits.max_len,
         vocab_size=limits.vocab_size,
         pid=os.getpid(),
+        memory=memory,
     )
 
 

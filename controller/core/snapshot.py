@@ -9,6 +9,7 @@ from kilburn.controller.core.placement import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.step import Counters
 from kilburn.controller.core.waste import tail_slots
+from kilburn.shared.messages import WorkerMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class GroupSnapshot:
     beats_sent: int
     block_size: int
     bytes_per_block: int
+    memory: WorkerMemory  # of the worker, beside its pools
     max_len: int
     num_blocks: int
     free_blocks: int
@@ -170,6 +172,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         beats_sent=lease.num_beats_sent,
         block_size=scheduler.block_size,
         bytes_per_block=hello.layout.bytes_per_block,
+        memory=hello.memory,
         max_len=scheduler.max_len,
         num_blocks=pool.num_blocks,
         free_blocks=pool.num_free,

@@ -1,4 +1,4 @@
-"""What benches promise: a decode step's cost on the wire, and where the slots of a pool go."""
+"""What benches promise: a decode step's cost on the wire, a scrape's cost, and where the slots of a pool go."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import waste
+from bench import metrics, waste
 from bench.core import measure
 
 
@@ -14,6 +14,13 @@ def test_a_decode_step_of_256_sequences_is_under_two_kilobytes_each_way() -> Non
     row = measure(256, num_steps=48, console=Console(quiet=True))
     assert 256 < row["plan_bytes"] < 2000
     assert 4 * 256 < row["result_bytes"] < 2000
+
+
+def test_what_being_watched_costs_is_told(tmp_path: Path) -> None:
+    assert metrics.main(["--sequences", "20", "--scrapes", "2", "--json", str(tmp_path / "m.json")]) == 0
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert 0 < found["snapshot_ms"] < found["scrape_ms"] < found["scrape_with_vllm_names_ms"]
+    assert found["token_us"] > 0
 
 
 def test_waste_is_told_for_each_policy_and_for_the_engine(tmp_path: Path) -> None:

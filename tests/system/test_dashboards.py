@@ -279,6 +279,16 @@ def test_prometheus_has_what_the_engine_says(seen: Seen, promql: str) -> None:
     assert value == pytest.approx(wanted)
 
 
+def test_the_memory_of_a_worker_is_its_ledger(seen: Seen) -> None:
+    (group,) = seen.snapshot["groups"]
+    found = {labels["part"]: value for labels, value in seen.prometheus.now("kilburn_memory_bytes")}
+    assert found["kv_pool"] == NUM_BLOCKS * group["bytes_per_block"]
+    assert found["host_pool"] == NUM_HOST_BLOCKS * group["bytes_per_block"]
+    for part, amount in group["memory"].items():
+        assert found[part] == amount
+    assert min(found["weights"], found["activations"], found["logits"], found["buffers"]) > 0
+
+
 def test_nothing_is_left_once_everybody_has_gone(seen: Seen) -> None:
     (group,) = seen.snapshot["groups"]
     assert group["owned_blocks"] == group["pinned_owned_blocks"] > 0, "a named prefix stays"

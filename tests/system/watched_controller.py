@@ -10,13 +10,14 @@ import json
 import os
 import socket
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from enum import Enum
 from typing import Any
 
 from kilburn.controller.app import Running, run_controller
 from kilburn.controller.core.histogram import Spread
 from kilburn.shared.config import ControllerSettings, load_or_exit
+from kilburn.shared.messages import WorkerMemory
 
 
 def plain(value: Any) -> Any:
@@ -27,6 +28,8 @@ def plain(value: Any) -> Any:
             return {"count": value.count, "total": value.total}
         case dict():
             return {" ".join(part.value for part in key): number for key, number in value.items()}
+        case WorkerMemory():
+            return asdict(value)
         case tuple():
             return [{f.name: plain(getattr(entry, f.name)) for f in fields(entry)} for entry in value]
         case _:

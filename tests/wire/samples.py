@@ -8,7 +8,19 @@ from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.shared.types import Tier
 
 HELLO = m.Hello(
-    "w0", bytes(range(32)), KVLayout(16, 30, 3, 64, "bfloat16", 8), 1000, 200, 256, 2048, 8192, 49152, 1, 2, 4711
+    "w0",
+    bytes(range(32)),
+    KVLayout(16, 30, 3, 64, "bfloat16", 8),
+    1000,
+    200,
+    256,
+    2048,
+    8192,
+    49152,
+    1,
+    2,
+    4711,
+    m.WorkerMemory(538 << 20, 1 << 20, 2 << 20, 3000, 5 << 30),
 )
 SAMPLING = Sampling(
     0.5, 40, 0.9, 0.05, 0.1, -0.2, 1.1, ((7, -1.5), (9, 2.0)), 2**64 - 1, 3, (2, 11), 5, Draws(first_stream=1, count=2)
@@ -154,6 +166,7 @@ ANY: dict[type, st.SearchStrategy] = {
         NATURALS,
         POSITIVES,
         NATURALS,
+        st.builds(m.WorkerMemory, COUNTERS, COUNTERS, COUNTERS, COUNTERS, COUNTERS),
     ),
     m.StepResult: results(),
     m.Beat: st.builds(m.Beat, COUNTERS, COUNTERS),

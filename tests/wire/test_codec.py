@@ -17,11 +17,12 @@ from kilburn.shared.codec import WrongVersion, decode_from_controller, decode_fr
 from kilburn.shared.fields import MAX_FRAME_BYTES, MAX_TEXT_BYTES, check_complete
 from kilburn.shared.types import LawBroken, ProtocolError
 from tests.wire.mutate import mutants, survey
-from tests.wire.samples import ANY, FROM_CONTROLLER, FROM_WORKER
+from tests.wire.samples import ANY, FROM_CONTROLLER, FROM_WORKER, HELLO
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 WORKER_KINDS = m.FromWorker.__args__
 CONTROLLER_KINDS = m.FromController.__args__
+APPENDED = {m.Hello: 1}  # fields since the first build of this version: an older peer leaves them out
 
 
 def golden_lines() -> list[str]:
@@ -32,6 +33,17 @@ def golden_lines() -> list[str]:
 def test_bytes_are_those_of_the_committed_file() -> None:
     """A peer of the same version may be an older build: whoever changes these bytes changes PROTOCOL_VERSION."""
     assert golden_lines() == GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_hello_of_an_older_build_lacks_what_was_appended_since() -> None:
+    frame = bytes.fromhex(
+        "9e0101a27730c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f96101e0340a86266"
+        "6c6f6174313608cd03e8ccc8cd0100cd0800cd2000cdc0000102cd1267"
+    )
+    assert decode_from_worker(frame) == replace(HELLO, memory=m.WorkerMemory())
+    short = msgpack.unpackb(frame)[:-1]
+    with pytest.raises(ProtocolError, match="lacks fields"):
+        decode_from_worker(msgpack.packb(short))
 
 
 @pytest.mark.parametrize("line", GOLDEN.read_text(encoding="utf-8").splitlines())
@@ -74,7 +86,7 @@ def test_extra_fields_are_skipped(kind: type, data: st.DataObject) -> None:
     raw = msgpack.unpackb(encode(message))
     assert decode(msgpack.packb([*raw, "new", [[1], {"of": "a newer peer"}]])) == message
     with pytest.raises(ProtocolError):
-        decode(msgpack.packb(raw[:-1]))
+        decode(msgpack.packb(raw[: -1 - APPENDED.get(kind, 0)]))
 
 
 def changed(message: m.Message, at: int, value: object) -> bytes:
