@@ -24,6 +24,13 @@ def test_every_folder_of_code_is_a_package_and_every_package_a_folder() -> None:
         assert (ROOT.joinpath(*package.split(".")[1:]) / "__init__.py").exists(), package
 
 
+def test_what_is_served_as_it_lies_is_packed_with_the_code() -> None:
+    for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
+        folder = ROOT.joinpath(*package.split(".")[1:])
+        packed = {file for pattern in patterns for file in folder.glob(pattern)}
+        assert packed == {file for file in folder.iterdir() if file.is_file() and file.suffix not in (".py", ".pyc")}
+
+
 def test_every_dependency_is_pinned() -> None:
     wanted = [*PROJECT["project"]["dependencies"], *PROJECT["build-system"]["requires"]]
     for extra in PROJECT["project"]["optional-dependencies"].values():

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.api.world import World, served, text_after
+from kilburn.controller.core.events import Left
+from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
+from tests.api.world import VOCAB, World, served, text_after
 from tests.page.browser import Page, Screen, opened_page, started_browser
 from tests.page.test_picture import onlooker_of
 
@@ -279,6 +281,28 @@ async def test_a_server_that_goes_away_is_missed_and_found_again(browser: str, t
         await page.until("document.querySelector('#status').dataset.state === 'bad'")
         await page.until("document.querySelector('#status').dataset.state === 'good'")
         world.daemon.faults.clear()
+
+
+async def test_workers_come_and_go(browser: str, tmp_path: Path) -> None:
+    async with shown(browser, tmp_path, delay_s=0.02) as (world, page):
+        await page.until("document.querySelectorAll('.worker .canvas').length === 1")
+        second = FakeDaemon(world.running.endpoint, fake_hello("second", vocab_size=VOCAB, max_len=256, num_blocks=100))
+        task = asyncio.create_task(second.run())
+        try:
+            await page.until("document.querySelectorAll('.worker .canvas').length === 2")
+            assert (await page.text("#worker-2 h3")).startswith("second · device")
+            await page.focus("#worker-2 .canvas")
+            await page.press("End", ctrl=True)
+            assert await page.text("#spoken") == "Block 99: free. Nothing is in it."
+            (peer,) = [home.lease.peer for home in world.driver.engine._homes.values() if home.lease.id == 2]
+            world.driver.post(Left(peer, "its process ended"))  # it hears of it, and says Hello again
+            await page.until("document.querySelector('#worker-3')")
+            assert await page.ask("document.querySelectorAll('.worker .canvas').length") == 2
+            assert await page.text("#lease-count") == "3 leases began, 1 ended"
+            assert "lease 2: its process ended" in await page.text("#note-rows")
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_preemptions_say_why(browser: str, tmp_path: Path) -> None:
