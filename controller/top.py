@@ -203,8 +203,7 @@ def worker_line(worker: dict[str, Any]) -> Text:
 
 
 def request_table(reader: Reader, most_rows: int) -> RenderableType:
-    ranks = {"running": 0, "swapped": 1, "waiting": 2}
-    rows = sorted(reader.requests.values(), key=lambda r: (ranks.get(r["state"], 3), r["priority"], r["arrival"]))
+    rows = sorted(reader.requests.values(), key=_in_line)
     if not rows:
         return Text("no requests", "bright_black")
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
@@ -220,6 +219,16 @@ def request_table(reader: Reader, most_rows: int) -> RenderableType:
         table.add_row(name, row["state"], *map(str, numbers), row["wait"])
     more = len(rows) - most_rows
     return Group(table, Text(f"and {more} more", "bright_black")) if more > 0 else table
+
+
+def _in_line(row: dict[str, Any]) -> tuple[float, ...]:
+    """Who runs, by place; who waits, by turn: first those that ran before; named prefixes last."""
+    match row["state"]:
+        case "running":
+            return 0, row["priority"], row["arrival"]
+        case "pinned":
+            return 3, 0, row["arrival"]
+    return 1 if row["has_started"] else 2, row["turn"], row["arrival"]
 
 
 def note_lines(reader: Reader, most_rows: int) -> Iterator[Text]:

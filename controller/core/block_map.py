@@ -47,6 +47,8 @@ class RequestRow(NamedTuple):
     cached_tokens: int
     preemptions: int
     wait: str  # what for; empty: it runs
+    has_started: bool  # who ran before, and waits, goes before those who never did
+    turn: float  # of those who wait: the lower one goes first (turns.py)
     priority: int
     arrival: int
 
@@ -135,6 +137,8 @@ def _row(group: Group, worker: str, wait: Wait | None) -> RequestRow:
         cached_tokens=group.cached_tokens,
         preemptions=group.num_preempted,
         wait="" if wait is None else wait.value,
+        has_started=group.has_started,
+        turn=round(group.turn[0], 3),
         priority=group.place.priority,
         arrival=group.place.arrival,
     )

@@ -83,8 +83,17 @@ class Rows {
 
 // --- requests
 
-const RANK = {running: 0, swapped: 1, waiting: 2, pinned: 3};
-const inLine = (a, b) => (RANK[a.state] ?? 2) - (RANK[b.state] ?? 2) || a.priority - b.priority || a.arrival - b.arrival;
+// Who runs, by place; who waits, by turn: first those that ran before; named prefixes last.
+function place(row) {
+  if (row.state === "running") return [0, row.priority, row.arrival];
+  if (row.state === "pinned") return [3, 0, row.arrival];
+  return [row.has_started ? 1 : 2, row.turn, row.arrival];
+}
+
+function inLine(a, b) {
+  const [x, y] = [place(a), place(b)];
+  return x[0] - y[0] || x[1] - y[1] || x[2] - y[2];
+}
 
 export class Requests {
   constructor(pick) {

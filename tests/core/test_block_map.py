@@ -3,11 +3,13 @@
 Blocks of 4 tokens. Requests are numbered from 1 in order of arrival.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from kilburn.controller.core.block_map import CELL_PINNED, BlockMap, RequestRow
 from kilburn.controller.core.block_pool import CELL_CACHED, CELL_QUARANTINED, MOST_CELL_REFS, BlockPool, Name
-from kilburn.controller.core.events import Left
+from kilburn.controller.core.events import Left, Tick
 from kilburn.controller.core.policy import Preemption
 from kilburn.shared.types import Tier
 from tests.core.driver import Hand, settings_of_depth
@@ -179,3 +181,18 @@ def test_more_tables_than_a_cell_tells_apart_are_the_most_it_can_tell(num_tables
     for _ in range(num_tables - 1):
         pool.share(block)
     assert list(pool.cells()) == [min(num_tables, MOST_CELL_REFS), 0, 0]
+
+
+def test_who_waits_can_be_put_in_the_order_in_which_they_will_go() -> None:
+    hand = Hand(replace(settings_of_depth(1), aging_s=1.0))
+    hand.join(num_blocks=64, max_rows=1)
+    hand.submit(range(6), max_tokens=8)
+    hand.handle(Tick(), after_s=1.0)
+    hand.submit(range(100, 106), max_tokens=3, priority=2)
+    hand.handle(Tick(), after_s=1.5)
+    hand.submit(range(200, 206), max_tokens=3, priority=1)
+    hand.submit(range(300, 306), max_tokens=3)
+    waiting = [r for r in expect_true(hand).requests if r.wait]
+    shown = [r.id for r in sorted(waiting, key=lambda r: (not r.has_started, r.turn, r.arrival))]
+    hand.run()
+    assert shown == list(hand.log.started)[1:] == [4, 2, 3]  # 2 has waited for longer than its priority is worth
