@@ -37,7 +37,7 @@ ABOUT_CONTROLLER = (
 )
 ABOUT_WORKER = "The process that computes: loads a model and runs the plans of the controller that it connects to."
 ABOUT_PLAN = """What a worker would make of a device's memory: weights, what steps need, KV blocks, sequences. Needs no
-accelerator and loads no weights: config.json and the headers of the safetensors files are read."""
+accelerator and loads no weights: config.json and the headers of safetensors or GGUF files are read."""
 ABOUT_TOP = (
     "What a running server's memory and requests look like, in this terminal; the page at its address shows the same."
 )

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kilburn.controller.prepared import prepared_folder
 from kilburn.shared import ledger, pool_size
 from kilburn.shared.config import PlanSettings, SettingsError
 from kilburn.shared.kinds import Share
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.model_files import HubId, ModelRefused, resolve
-from kilburn.shared.model_files import prepared_folder as folder_at_hand
+from kilburn.shared.model_files import Bundled, Folder, Gguf, HubId, ModelRefused, gguf_file, prepared_folder, resolve
 from kilburn.shared.model_shape import Build, ModelShape, read_shape
 
 _MIB = 1 << 20
@@ -36,26 +34,31 @@ class Plan:
 
 def run_plan(settings: PlanSettings) -> int:
     """Prints the plan. Raises SettingsError, ModelRefused."""
-    plan = make_plan(settings, folder_of(settings))
+    plan = make_plan(settings)
     print(json.dumps(as_json(plan), indent=2) if settings.json else "\n".join(lines(plan)))
     return 0
 
 
-def folder_of(settings: PlanSettings) -> Path:
-    """Where the model's files are. A GGUF file is converted, as serving it would; from a hub nothing is fetched."""
-    is_hub = isinstance(resolve(settings.model, settings.revision or None), HubId)
-    if is_hub and folder_at_hand(settings.model, settings.revision or None) is None:
-        raise ModelRefused(
-            f"MODEL {settings.model}: not on this machine, and a plan fetches nothing; "
-            f"run: python -m kilburn.worker.prepare {settings.model}"
-        )
-    return prepared_folder(settings.model, settings.revision)
+def files_of(settings: PlanSettings) -> Path:
+    """The folder, or the GGUF file, that the model is read from. Nothing is converted and nothing fetched."""
+    match resolve(settings.model, settings.revision or None):
+        case Folder(path):
+            return path
+        case Gguf() | Bundled() as source:
+            return gguf_file(source)
+        case HubId():
+            if (snapshot := prepared_folder(settings.model, settings.revision or None)) is not None:
+                return snapshot
+    raise ModelRefused(
+        f"MODEL {settings.model}: not on this machine, and a plan fetches nothing; "
+        f"run: python -m kilburn.worker.prepare {settings.model}"
+    )
 
 
-def make_plan(settings: PlanSettings, folder: Path) -> Plan:
+def make_plan(settings: PlanSettings) -> Plan:
     """Raises SettingsError, ModelRefused."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-    shape = read_shape(folder, dtype, settings.tp)
+    shape = read_shape(files_of(settings), dtype, settings.tp)
     if settings.max_len > shape.max_len:
         raise SettingsError(
             [f"--max-len: {settings.max_len} is beyond the model's own length; give {shape.max_len} or less"]

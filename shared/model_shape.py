@@ -1,4 +1,5 @@
-"""As much of a model as its memory depends on, read from config.json and the headers of its safetensors files.
+"""As much of a model as its memory depends on, read from config.json and the headers of its safetensors files, or from
+the header of a GGUF file.
 
 Nothing is loaded, and nothing but the standard library is needed: a controller plans with what a worker will find. Of
 several ranks each holds a part of the model:
@@ -23,6 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from kilburn.shared.gguf_header import read_gguf_header
 from kilburn.shared.layout import DTYPE_BYTES
 from kilburn.shared.model_files import ModelRefused
 
@@ -80,19 +82,10 @@ _COMPUTED = re.compile(r".*rotary_emb\.inv_freq")  # saved by old versions of tr
 
 
 class Config:
-    """A config.json whose sizes are asked for by name."""
+    """A config.json, or what another file says in its words, whose sizes are asked for by name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "config.json"
-        try:
-            values = json.loads(self.path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ModelRefused(f"{self.path}: cannot be read ({error.strerror})") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelRefused(f"{self.path}: not JSON ({error})") from error
-        if not isinstance(values, dict):
-            raise ModelRefused(f"{self.path}: must hold a JSON object")
-        self.values: dict[str, Any] = values
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path, self.values = path, values
 
     def find(self, names: tuple[str, ...]) -> int | None:
         for name in names:
@@ -140,9 +133,27 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read_shape(folder: Path, dtype: str, ranks: int = 1) -> ModelShape:
-    """What each of `ranks` holds of the model in `folder`, computing in `dtype`. Raises ModelRefused."""
-    config = Config(folder)
+def read_shape(source: Path, dtype: str, ranks: int = 1) -> ModelShape:
+    """What each of `ranks` holds of the model in a folder or a GGUF file, computing in `dtype`. Raises ModelRefused."""
+    if source.is_dir():
+        return _shape(_read_config(source / "config.json"), tensor_shapes(source), dtype, ranks)
+    header = read_gguf_header(source)
+    return _shape(Config(source, header.config), header.tensors, dtype, ranks)
+
+
+def _read_config(path: Path) -> Config:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelRefused(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelRefused(f"{path}: not JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ModelRefused(f"{path}: must hold a JSON object")
+    return Config(path, values)
+
+
+def _shape(config: Config, tensors: Mapping[str, tuple[int, ...]], dtype: str, ranks: int) -> ModelShape:
     architecture = config.architecture
     hidden, num_heads = config.size("hidden"), config.size("num_heads")
     whole = ModelShape(
@@ -166,7 +177,7 @@ def read_shape(folder: Path, dtype: str, ranks: int = 1) -> ModelShape:
     )
     is_tied = config.flag("tie_word_embeddings", architecture == OPT)
     values = lookup = 0
-    for name, shape in tensor_shapes(folder).items():
+    for name, shape in tensors.items():
         held = _held_values(name, shape, whole, part, is_tied, ranks)
         values += held
         if _EMBEDDING.fullmatch(name) and not is_tied and whole.build is not Build.UNKNOWN:
@@ -238,7 +249,10 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def _number(value: object, default: float) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+    """A number above zero, or the default where there is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return default
+    return float(value)
 
 
 def _max_len(config: Config) -> int:
@@ -246,7 +260,10 @@ def _max_len(config: Config) -> int:
     longest, rope = config.size("max_len"), _rope(config)
     if rope.get("rope_type", rope.get("type")) == "yarn":
         original = _number(rope.get("original_max_position_embeddings"), longest)
-        return max(longest, int(original * _number(rope.get("factor"), longest / original)))
+        stretched = original * _number(rope.get("factor"), longest / original)
+        if stretched >= 2**31:
+            raise ModelRefused(f"{config.path}: rope factor: stretches the model to {stretched:g} positions")
+        return max(longest, int(stretched))
     return longest
 
 

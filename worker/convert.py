@@ -25,6 +25,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor
 
+from kilburn.shared.gguf_header import ARCHITECTURES, ROPE_FACTORS, hub_name
 from kilburn.shared.model_files import ModelRefused
 from kilburn.worker.gguf_tokenizer import Metadata, read_tokenizer, write_tokenizer
 
@@ -32,31 +33,6 @@ OnProgress = Callable[[str, int, int], None]
 LARGE_BYTES = 4 << 30
 _SLAB_VALUES = 1 << 22
 
-# The last two parts of a layer's tensor names, there and here.
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OTHER_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-_ROPE_FACTORS = "rope_freqs.weight"
 # What the publishers of Llama 3.1 and later stretched by; a GGUF file has only the resulting factors.
 _LLAMA3_FACTORS = (8.0, 32.0)
 # fmt: off
@@ -134,8 +110,8 @@ class _Shape:
 
     def __init__(self, metadata: Metadata) -> None:
         self.architecture = str(metadata.get("general.architecture"))
-        if self.architecture not in _ARCHITECTURES:
-            known = ", ".join(_ARCHITECTURES)
+        if self.architecture not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
             raise ModelRefused(f"general.architecture = {self.architecture!r} is not converted; these are: {known}")
         prefix = f"{self.architecture}."
         self.values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -175,7 +151,7 @@ def _short(value: float) -> float:
 def make_config(metadata: Metadata, tensors: list[ReaderTensor]) -> dict[str, Any]:
     """config.json. Raises ModelRefused."""
     shape, by_name = _Shape(metadata), {tensor.name: tensor for tensor in tensors}
-    name, model_type = _ARCHITECTURES[shape.architecture]
+    name, model_type = ARCHITECTURES[shape.architecture]
     window = shape.values.get("attention.sliding_window")
     if window and model_type == "llama":
         name, model_type = "MistralForCausalLM", "mistral"
@@ -195,7 +171,7 @@ def make_config(metadata: Metadata, tensors: list[ReaderTensor]) -> dict[str, An
         "head_dim": shape.head_dim,
         "max_position_embeddings": shape.get("context_length"),
         "rms_norm_eps": _short(shape.get("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": _rope(shape, by_name.get(_ROPE_FACTORS)),
+        "rope_parameters": _rope(shape, by_name.get(ROPE_FACTORS)),
         "tie_word_embeddings": "output.weight" not in by_name,
         "vocab_size": int(by_name["token_embd.weight"].shape[1]),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -239,7 +215,7 @@ def _llama3_rope(theta: float, head_dim: int, factors: "np.ndarray[Any, Any]") -
         if factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-4):
             settings = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": low}
             return {**settings, "high_freq_factor": high, "original_max_position_embeddings": original}
-    raise ModelRefused(f"{_ROPE_FACTORS} holds factors that are not Llama 3's; use the model's safetensors")
+    raise ModelRefused(f"{ROPE_FACTORS} holds factors that are not Llama 3's; use the model's safetensors")
 
 
 def plan_tensors(tensors: list[ReaderTensor], metadata: Metadata) -> list[Output]:
@@ -250,9 +226,9 @@ def plan_tensors(tensors: list[ReaderTensor], metadata: Metadata) -> list[Output
     unpacked = "F16" if values * 4 > LARGE_BYTES else "F32"
     outputs = []
     for tensor in tensors:
-        if tensor.name == _ROPE_FACTORS:
+        if tensor.name == ROPE_FACTORS:
             continue  # computed from the settings in config.json
-        name = _their_name(tensor.name)
+        name = hub_name(tensor.name)
         sizes = tuple(int(size) for size in reversed(tensor.shape.tolist()))
         rows = None
         if shape.architecture == "llama" and (
@@ -261,15 +237,6 @@ def plan_tensors(tensors: list[ReaderTensor], metadata: Metadata) -> list[Output
             rows = half_rows(sizes[0], shape.heads[found[1] == "k"])
         outputs.append(Output(name, tensor, sizes, floats.get(tensor.tensor_type, unpacked), rows))
     return sorted(outputs, key=lambda output: output.name)
-
-
-def _their_name(name: str) -> str:
-    if name in _OTHER_NAMES:
-        return _OTHER_NAMES[name]
-    found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if found is None or found[2] not in _LAYER_NAMES:
-        raise ModelRefused(f"the tensor {name} has no place in this architecture")
-    return f"model.layers.{found[1]}.{_LAYER_NAMES[found[2]]}.{found[3]}"
 
 
 def half_rows(num_rows: int, num_heads: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
