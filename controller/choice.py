@@ -8,6 +8,7 @@ about, and not before: they spell it, and might spell a stop string. A choice of
 What this file does not know: requests, the engine, who reads.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,29 @@ from kilburn.controller.core.events import Beam, BeamSettings
 from kilburn.controller.detokenize import Detokenizer, StopStrings
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")  # of the W3C
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a request comes from, for whoever tells its story."""
+
+    answer_id: str = ""  # as the client reads it in the answer
+    client_id: str = ""  # as the client calls it (X-Request-Id)
+    tenant: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What somebody may call it."""
+        return tuple(dict.fromkeys(name for name in (self.answer_id, self.client_id) if name))
+
+    @property
+    def trace_id(self) -> str:
+        match = _TRACEPARENT.fullmatch(self.traceparent)
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +62,7 @@ class Ask:
     beams: BeamSettings | None = None
     queue_s: float | None = None
     request_s: float | None = None
+    origin: Origin = Origin()
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ loaded.
 """
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kilburn.shared import logs
 from kilburn.shared.config import (
     ControllerSettings,
     PlanSettings,
@@ -47,13 +47,9 @@ Makes the keys that let workers connect from other machines: controller.key and 
 one NAME.key for each worker named (worker-0 if none is). Nothing is overwritten; only you can read the files."""
 
 
-def log_to_stderr(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-
-
 def serve(words: Sequence[str]) -> int:
     settings = load_or_exit(ServeSettings, words, "kilburn serve", ABOUT_SERVE, "model")
-    log_to_stderr(settings.log_level)
+    logs.set_up(settings.log_level, settings.log_format)
     from kilburn.controller.serve import run_serve
 
     return run_serve(settings)
@@ -61,7 +57,7 @@ def serve(words: Sequence[str]) -> int:
 
 def controller(words: Sequence[str]) -> int:
     settings = load_or_exit(ControllerSettings, words, "kilburn controller", ABOUT_CONTROLLER, "model")
-    log_to_stderr(settings.log_level)
+    logs.set_up(settings.log_level, settings.log_format)
     from kilburn.controller.app import Running, run_controller
     from kilburn.controller.prepared import prepared_folder, public_name
 

@@ -19,6 +19,7 @@ from kilburn.controller.api.asking import no_worker, queue_full
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
+    Cancel,
     Effect,
     Event,
     Left,
@@ -32,6 +33,7 @@ from kilburn.controller.core.events import (
     Shutdown,
     Submit,
     Tick,
+    Turned,
 )
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.health import Health, judged
@@ -39,9 +41,11 @@ from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.noted import Noted
 from kilburn.controller.registry import PrefixRegistry
 from kilburn.controller.salts import Salts
+from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Streams
 from kilburn.controller.text import Text
-from kilburn.shared.messages import FromController, Hello
+from kilburn.controller.tracing import Tracing
+from kilburn.shared.messages import FromController, Hello, StepPlan, StepResult
 from kilburn.shared.types import LawBroken
 
 log = logging.getLogger("kilburn")
@@ -62,10 +66,13 @@ class Driver:
         salts: Salts,
         most_names: int = MOST_NAMES,
         progress_s: float = 15.0,
+        keeps_tokens: bool = False,
     ) -> None:
         self.engine = engine
         self.registry = registry
-        self.streams = Streams(self.post, text.detokenizer)
+        self.chronicle = Chronicle(asyncio.get_running_loop().time, keeps_tokens)
+        self.tracing: Tracing | None = None
+        self.streams = Streams(self.post, text.detokenizer, self.chronicle)
         self.send: Callable[[bytes, FromController], None] = lambda peer, message: None  # until there is a link
         self.vocab_size = text.vocab_size
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -95,6 +102,8 @@ class Driver:
         """Handled in this turn, or booked for the next."""
         if type(event) is Submit:
             self.names.used_by(event)
+        elif type(event) is Cancel:
+            self.chronicle.cancelled(event.request_id)
         self._events.append(event)
         if not self._is_booked:
             self._is_booked = True
@@ -105,6 +114,8 @@ class Driver:
         for event in events:
             if type(event) is Arrived and type(event.message) is Hello:
                 self._note_hello(event.peer, event.message)
+            elif self.tracing is not None and type(event) is Arrived and type(event.message) is StepResult:
+                self.tracing.landed(event.message, self._loop.time())
             self.post(event)
 
     def _note_hello(self, peer: bytes, hello: Hello) -> None:
@@ -149,6 +160,8 @@ class Driver:
     def _perform(self, effect: Effect, now: float) -> None:
         if type(effect) is Send:
             self.send(effect.peer, effect.message)
+            if self.tracing is not None and type(effect.message) is StepPlan:
+                self.tracing.sent(effect.message, now)
         elif type(effect) is Names:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:
@@ -161,7 +174,10 @@ class Driver:
             self.names.perform(effect)
         elif type(effect) is Refused and self.names.perform(effect):
             pass
+        elif type(effect) is Turned:
+            self.chronicle.note(effect, now)
         else:
+            self.chronicle.note(effect, now)
             self.streams.perform(effect, now)  # type: ignore[arg-type]  # all that are left
 
     def _log(self, note: Note) -> None:

@@ -22,6 +22,7 @@ from kilburn.controller.choice import Ask, Choice, Delta
 from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
 from kilburn.controller.counts import Counts, Pace
 from kilburn.controller.detokenize import Detokenizer
+from kilburn.controller.story import Chronicle
 from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn")
@@ -108,8 +109,11 @@ class _Open:
 class Streams:
     """The requests that are under way. `post` hands an event to the engine, in this turn of the loop or the next."""
 
-    def __init__(self, post: Callable[[Event], None], detokenizer: Callable[[bool], Detokenizer]) -> None:
+    def __init__(
+        self, post: Callable[[Event], None], detokenizer: Callable[[bool], Detokenizer], chronicle: Chronicle
+    ) -> None:
         self._post = post
+        self._chronicle = chronicle
         self._detokenizer = detokenizer
         self.ids = itertools.count(1)  # of whatever the engine is asked for
         self._open: dict[int, _Open] = {}
@@ -148,6 +152,7 @@ class Streams:
             for choice in choices:
                 if choice.has_news:
                     answer.tell(choice)
+            self._chronicle.begin(request_id, ask)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
             self._post(Submit(request_id, *about, queue_s=ask.queue_s, request_s=ask.request_s))
         heard = asyncio.get_running_loop().create_future()
@@ -186,6 +191,7 @@ class Streams:
     def _fail(
         self, request_id: int, request: _Open, message: str, now: float, reason: FinishReason = FinishReason.ERROR
     ) -> None:
+        self._chronicle.failed(request_id, message, reason)
         for choice in request.choices:
             if choice.finish is None:
                 choice.fail(message, reason)

@@ -50,6 +50,8 @@ REVISION = "of a hub id: branch, tag or commit; empty: main"
 DTYPES = Choice(
     ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 )
+LOG_FORMATS = Choice(("human", "json"))
+LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
 
 
@@ -107,6 +109,16 @@ class ControllerSettings(Settings):
     )
     recovery_seconds: float = setting(60.0, Duration(0.0, 86400.0), "how long requests wait for a worker to come back")
     drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
+    log_requests: bool = setting(False, Switch(), "a line for each request that ends; without it, for those that fail")
+    log_text: bool = setting(False, Switch(), "prompts and answers in the lines about requests; without it, never")
+    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
+    trace_to: str = setting(
+        "", Text("URL"), "OTLP/HTTP collector of spans, as http://127.0.0.1:4318; empty: no tracing"
+    )
+    trace_percent: int = setting(
+        100, Count(0, 100), "of the requests whose caller did not decide it, how many are traced"
+    )
+    trace_every: int = setting(0, Count(0, 1 << 30), "one step in so many becomes a span of its own; 0: none")
     vllm_metric_names: bool = setting(False, Switch(), "in /metrics, also the names that dashboards for vLLM know")
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
@@ -151,6 +163,7 @@ class WorkerSettings(Settings):
     )
     max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
     exit_with_parent: bool = setting(False, Switch(), "end when the process that started this one does")
+    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
     def faults(self) -> Iterable[tuple[str, str]]:

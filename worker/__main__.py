@@ -3,7 +3,6 @@
 Exit codes: 0 told to stop or drained, 1 rejected or broken, 2 a setting needs a change.
 """
 
-import logging
 import os
 import signal
 import sys
@@ -12,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kilburn.shared import logs
 from kilburn.shared.config import SettingsError, WorkerSettings, complain, load_or_exit
 from kilburn.shared.keys import CONTROLLER_FILE, SettingError, WorkerKeys
 from kilburn.shared.model_files import ModelRefused
+from kilburn.worker import phases
 from kilburn.worker.daemon import Daemon, watch_parent
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.phases import phase, say
@@ -27,7 +28,9 @@ ABOUT = "Computes what a controller plans: holds one model and a pool of KV bloc
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     settings = load_or_exit(WorkerSettings, arguments, PROGRAM, ABOUT, positional="model")
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logs.set_up(settings.log_level, settings.log_format)
+    if settings.log_format == "json":
+        phases.say_to_log()
     stop = threading.Event()
     try:
         return serve(settings, stop)

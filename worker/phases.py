@@ -1,14 +1,27 @@
 """What a start shows: the time of each phase, and how far a long one has come. Imports nothing that computes."""
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_log = logging.getLogger("kilburn.worker")
+_is_logged = False
+
+
+def say_to_log() -> None:
+    """From here on progress is logged, for those who read nothing else."""
+    global _is_logged
+    _is_logged = True
+
 
 def say(line: str) -> None:
     """A line of progress, for whoever started this process."""
-    print(line, file=sys.stderr, flush=True)
+    if _is_logged:
+        _log.info("%s", line.strip())
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -30,6 +30,9 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 class Layout(Protocol):
     """One answer's form."""
 
+    @property
+    def id(self) -> str: ...
+
     def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
     def opening(self, num_choices: int) -> Iterator[str]:
@@ -53,7 +56,8 @@ class _Head:
     """What every form of one answer begins with."""
 
     def __init__(self, prefix: str, kind: str, model: str, with_usage: bool) -> None:
-        self.fields = {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self.id = f"{prefix}-{uuid4().hex}"
+        self.fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._begin = to_json(self.fields)[:-1] + ',"choices":['
         self.tail = '],"usage":null}' if with_usage else "]}"
 
@@ -68,6 +72,10 @@ class CompletionLayout:
     def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
         self._text, self._with_logprobs = text, with_logprobs
         self._head = _Head("cmpl", "text_completion", model, with_usage)
+
+    @property
+    def id(self) -> str:
+        return self._head.id
 
     def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
         choices = [
@@ -115,6 +123,10 @@ class ChatLayout:
     def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
         self._text, self._with_logprobs = text, with_logprobs
         self._head = _Head("chatcmpl", "chat.completion.chunk", model, with_usage)
+
+    @property
+    def id(self) -> str:
+        return self._head.id
 
     def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]:
         choices = [

@@ -6,8 +6,9 @@ A client that leaves cancels its handler (the server is told to do so), and `fin
 streaming or not. What this file does not know: the engine, keys, how errors look.
 """
 
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -22,18 +23,22 @@ from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kilburn.controller.api.sse import EventStream
 from kilburn.controller.auth import Keyring
-from kilburn.controller.choice import Ask, Delta
+from kilburn.controller.choice import Ask, Delta, Origin
 from kilburn.controller.health import Health
 from kilburn.controller.metrics import CONTENT_TYPE, Metrics
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.page.feed import Feed
 from kilburn.controller.page.routes import PageRoutes
+from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Answer, Streams
+from kilburn.controller.telling import as_data
 from kilburn.controller.template import TemplateRefused
 from kilburn.controller.text import ChatOptions, Text
 from kilburn.shared.types import FinishReason
 
 T = TypeVar("T")
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class Service:
     asking: Asking
     streams: Streams
     names: NamedPrefixes
+    chronicle: Chronicle
     metrics: Metrics
     feed: Feed
     model_name: str
@@ -105,7 +111,9 @@ class Routes:
         self, request: web.Request, asks: Sequence[Ask], layout: Layout, is_stream: bool, with_usage: bool
     ) -> web.StreamResponse:
         streams = self._service.streams
-        answer = await streams.ask(asks)
+        origin = _origin(request, layout.id)
+        request[REQUEST_ID] = origin.client_id or origin.answer_id
+        answer = await streams.ask([replace(ask, origin=origin) for ask in asks])
         try:
             if answer.refused is not None:
                 raise refusal(answer.refused)
@@ -194,6 +202,15 @@ class Routes:
         """Is there any use in leaving this process alone? An answer at all means that its loop turns."""
         return _told(self._service.health().dead)
 
+    async def debug_request(self, request: web.Request) -> web.Response:
+        """What happened to the requests of one call. No text of anybody's."""
+        chronicle = self._service.chronicle
+        records = chronicle.find(request.match_info["id"])
+        if not records:
+            message = "no request of that id is open, or among the last that ended"
+            raise ApiError(404, message, param="id", code="request_not_found")
+        return web.json_response({"requests": [as_data(record, chronicle.wall) for record in records]}, dumps=to_json)
+
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
@@ -208,6 +225,18 @@ class Routes:
             raise ApiError(
                 404, f"this server has no model of that name; it serves {ours}", param="model", code="model_not_found"
             )
+
+
+def _origin(request: web.Request, answer_id: str) -> Origin:
+    """Who asks. What a client calls its request is taken over where it is a plain name."""
+    headers, client_id = request.headers, request.headers.get("X-Request-Id", "")
+    return Origin(
+        answer_id,
+        client_id if CLIENT_ID.fullmatch(client_id) else "",
+        request[TENANT].name,
+        headers.get("traceparent", ""),
+        headers.get("tracestate", ""),
+    )
 
 
 def _told(reason: str | None) -> web.Response:
@@ -250,6 +279,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("POST", "/tokenize", routes.tokenize, Access.TENANT),
         ("POST", "/detokenize", routes.detokenize, Access.TENANT),
         ("GET", "/metrics", routes.metrics, Access.TENANT),
+        ("GET", "/debug/requests/{id}", routes.debug_request, Access.ADMIN),
         ("GET", "/health", routes.health, Access.OPEN),
         ("GET", "/ready", routes.ready, Access.OPEN),
         ("GET", "/live", routes.live, Access.OPEN),
@@ -267,3 +297,5 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "kilburn"  # not which versions of what are at work here
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]

@@ -15,7 +15,7 @@ Admission takes the blocks of all tokens known by then, so that only decoding ca
 from enum import Enum
 
 from kilburn.controller.core.block_table import BlockTable
-from kilburn.controller.core.events import Effect, Started
+from kilburn.controller.core.events import Effect, Started, Turn, Turned
 from kilburn.controller.core.forming import Forming
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Moves
@@ -122,6 +122,7 @@ class Admission:
         self._line.start(group, tables, computed, [group.plan_end_of(sequence) for sequence in group.live])
         self._line.num_swapped_in += 1
         self._fills(group)
+        effects.append(Turned(group.request_id, Turn.RESUMED, "from the host"))
         self._plan_first(draft, group)
         return True
 
@@ -226,5 +227,7 @@ class Admission:
                 self._line.num_begun += 1
                 self._line.tokens_begun += group.num_prompt
                 effects.append(Started(group.request_id, computed[0]))
+        else:
+            effects.append(Turned(group.request_id, Turn.RESUMED, f"with {sum(computed)} positions found"))
         self._counters.prefix_query_tokens += sum(len(sequence.tokens) for sequence in group.live)
         self._counters.prefix_hit_tokens += sum(computed)

@@ -6,7 +6,7 @@ life is not over moves num_computed on, names the blocks that it filled, and app
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.departure import Departure, Way
-from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned
+from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned, Turn, Turned
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Costs
 from kilburn.controller.core.prefixes import PinGroup
@@ -33,7 +33,7 @@ class Commit:
             raise Disagreement(f"{len(result.num_tokens)} outcomes for {len(flight.sequences)} advances")
         if result.tokens and not 0 <= min(result.tokens) <= max(result.tokens) < self._vocab_size:
             raise Disagreement("a token beyond the vocabulary")
-        self._learn(flight, result)
+        self._learn(flight, result, effects)
         self._lose(result.lost, effects)
         logprobs = {entry.index: entry for entry in result.logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
@@ -48,6 +48,8 @@ class Commit:
             if i in unwell:
                 self._unwell(sequence, result.failed.get(i), effects)
                 continue
+            if flight.counts[i] > 1 or sequence.num_computed < sequence.num_prompt:
+                self._tell_chunk(sequence, flight.counts[i], flight.sent_at, effects)
             self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
         if self._line.returning:
             self._welcome(flight.step, effects)
@@ -71,6 +73,12 @@ class Commit:
         if sequence.followers:
             self._line.lead(sequence)
         self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
+
+    @staticmethod
+    def _tell_chunk(sequence: Sequence, count: int, sent_at: float, effects: list[Effect]) -> None:
+        start = sequence.num_computed
+        what = f"positions {start} to {start + count} of sequence {sequence.index}"
+        effects.append(Turned(sequence.group.request_id, Turn.CHUNK, what, sent_at))
 
     def _advance_rarely(
         self, sequence: Sequence, expected: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
@@ -170,11 +178,11 @@ class Commit:
 
     # --- what it cost
 
-    def _learn(self, flight: Flight, result: StepResult) -> None:
+    def _learn(self, flight: Flight, result: StepResult, effects: list[Effect]) -> None:
         """What the step cost, for the operators and for the next choice between swap and recompute."""
         counters, timings = self._counters, result.timings
         if flight.shares or self._line.returning:
-            self._share(flight, result)
+            self._share(flight, result, effects)
         self._costs.moved(flight.num_moved, timings.moves_s)
         self._costs.computed(flight.num_chunk_tokens, flight.num_decodes, timings.forward_s)
         if flight.num_moved:
@@ -188,11 +196,14 @@ class Commit:
         counters.worker_forward_s += timings.forward_s
         counters.worker_sample_s += timings.sample_s
 
-    def _share(self, flight: Flight, result: StepResult) -> None:
+    def _share(self, flight: Flight, result: StepResult, effects: list[Effect]) -> None:
         """What of the step's seconds preempted groups have caused: their moves, and what they compute again."""
         timings = result.timings
         for departure, num_blocks in flight.shares:
             departure.actual_s += timings.moves_s * num_blocks / max(flight.num_moved, 1)
+            if num_blocks:
+                turn = Turn.SWAPPED_IN if departure.back_step == flight.step else Turn.SWAPPED_OUT
+                effects.append(Turned(departure.request_id, turn, f"{num_blocks} blocks", flight.sent_at))
         chunk_s = self._costs.chunk_s(flight.num_decodes, timings.forward_s)
         for sequence, epoch, count in zip(flight.sequences, flight.epochs, flight.counts, strict=True):
             away = sequence.group.departure
@@ -212,6 +223,7 @@ class Commit:
             group.departure = None
             self._count_return(departure)
             effects.append(Note(NoteKind.RETURNED, f"request {group.request_id}, {departure.outcome}"))
+            effects.append(Turned(group.request_id, Turn.RETURNED, departure.outcome))
         self._line.returning = remaining
 
     def _count_return(self, departure: Departure) -> None:

@@ -38,6 +38,7 @@ class Departure:
     why: Why
     swap_s: float  # predicted, to leave by swap and to come back
     recompute_s: float  # predicted, to compute again what no cache is expected to hold
+    request_id: int
     targets: dict[int, int]  # by sequence index: positions that had their KV, which are to be there again
     num_kept: int = 0  # device blocks that stay, since others hold them too
     num_own: int = 0  # full blocks that nobody else holds

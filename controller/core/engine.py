@@ -39,6 +39,8 @@ from kilburn.controller.core.events import (
     Stop,
     Submit,
     Tick,
+    Turn,
+    Turned,
     Unpin,
 )
 from kilburn.controller.core.lease import Lease, LeaseState
@@ -418,6 +420,7 @@ class Engine:
         for group in home.scheduler.evacuate():
             del self._placed[group.request_id]
             self._homeless.append(_Homeless(group, now, was_displaced=True))
+            effects.append(Turned(group.request_id, Turn.DISPLACED, f"lease {home.lease.id} ended: {reason}"))
             self._num_displaced += 1
 
     # --- what time and room bring about
@@ -470,6 +473,8 @@ class Engine:
             home = choose(self._homes.values(), group)
             if home is not None:
                 self._placed[group.request_id] = home
+                where = f"lease {home.lease.id} of {home.lease.hello.name}"
+                effects.append(Turned(group.request_id, Turn.PLACED, where))
                 home.scheduler.line.enqueue(group)
                 self._num_recovered += homeless.was_displaced
             elif now >= homeless.since + self.settings.recovery_s:

@@ -222,6 +222,29 @@ class Names:
     withdrawn: list[bytes]
 
 
+class Turn(Enum):
+    """What may happen to a request between its Submit and its end, beside tokens."""
+
+    PLACED = "placed"  # in the line of a worker group
+    DISPLACED = "displaced"  # its worker group is lost; it waits for another
+    PREEMPTED = "preempted"
+    SWAPPED_OUT = "swapped out"  # its blocks are on the host
+    SWAPPED_IN = "swapped in"
+    RESUMED = "resumed"  # on rows again, not yet with all that it had
+    RETURNED = "returned"  # all is there again
+    CHUNK = "chunk"  # known tokens computed: a prompt, or what was lost
+
+
+@dataclass(slots=True)
+class Turned:
+    """A turn in a request's life, for whoever tells its story. Nothing depends on it."""
+
+    request_id: int
+    turn: Turn
+    text: str = ""
+    since: float | None = None  # when it began; None: it took no time of its own
+
+
 class NoteKind(Enum):
     PREEMPTED = "preempted"
     RETURNED = "returned"  # a preempted group is all there again
@@ -238,4 +261,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note
+Effect = Refused | Started | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned

@@ -67,6 +67,7 @@ class Leaving:
             why=Why.NOTHING,
             swap_s=costs.swap_s(num_out, num_in),
             recompute_s=costs.recompute_s(to_compute, len(on_host), size),
+            request_id=group.request_id,
             targets={sequence.index: sequence.num_computed for sequence in group.live},
             num_kept=sum(1 for block in holders if block in stays),
             num_own=sum(1 for block in own if tokens[block] == size),

@@ -14,7 +14,7 @@ from collections import Counter
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.departure import Departure, Way, Why
-from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned
+from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned, Turn, Turned
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
@@ -121,6 +121,7 @@ class Lineup:
         self.preempted[(Way.RECOMPUTE, Why.LOST) if departure is None else (departure.way, departure.why)] += 1
         text = f"by recompute: {Why.LOST.value}" if departure is None else departure.text
         effects.append(Note(NoteKind.PREEMPTED, f"request {group.request_id}, {text}"))
+        effects.append(Turned(group.request_id, Turn.PREEMPTED, text))
 
     def swap_out(self, group: Group, departure: Departure, moves: Moves, effects: list[Effect]) -> None:
         """The group goes back to its place in the line, and what it computed to the host."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from opentelemetry.sdk.trace.export import SpanExporter
 from tokenizers import Tokenizer
 
 from kilburn.controller.app import Running, running_controller
@@ -82,6 +83,7 @@ async def served(
     settings: dict[str, Any] | None = None,
     worker: dict[str, Any] | None = None,
     choose: Chooser | None = None,
+    exporter: SpanExporter | None = None,
 ) -> AsyncIterator[World]:
     """A world of one worker. It ends with every block free and no request open, or fails."""
     write_folder(folder)
@@ -89,7 +91,7 @@ async def served(
         model=str(folder), served_model_name="toy", port=0, bind="tcp://127.0.0.1:0", recovery_seconds=5.0
     )
     words = ids_of(SPOKEN) if script is None else script
-    async with running_controller(replace(wanted, **(settings or {}))) as running:
+    async with running_controller(replace(wanted, **(settings or {})), exporter) as running:
         hello = fake_hello(**({"vocab_size": VOCAB, "max_len": 256, "num_blocks": 512} | (worker or {})))
         daemon = FakeDaemon(
             running.endpoint,

@@ -22,6 +22,8 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "kernels": ("torch", "triton", "numba", "llvmlite", "numpy"),
     "worker": None,
     "controller.core": (),
+    "controller.app": ("aiohttp", "opentelemetry"),  # which is named there for its type, and imported by nobody unasked
+    "controller.tracing": ("opentelemetry",),
     "controller": ("aiohttp", "jinja2", "msgpack", "prometheus_client", "redis", "rich", "tokenizers", "zmq"),
 }
 
