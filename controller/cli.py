@@ -17,7 +17,9 @@ from pathlib import Path
 from kilburn.shared import logs
 from kilburn.shared.config import (
     ControllerSettings,
+    HealthSettings,
     PlanSettings,
+    ProvisionSettings,
     ServeSettings,
     SettingsError,
     TopSettings,
@@ -41,6 +43,9 @@ accelerator and loads no weights: config.json and the headers of safetensors or 
 ABOUT_TOP = (
     "What a running server's memory and requests look like, in this terminal; the page at its address shows the same."
 )
+ABOUT_PROVISION = """Makes what the services of compose.yaml need before their first start: a model that is ready, and
+every key, in a folder for each service. What is there already stays as it is."""
+ABOUT_HEALTH = "Asks a server how it is, and ends with status 0 where it is well: for probes of containers."
 ABOUT_KEYS = """usage: kilburn keys new FOLDER [WORKER ...]
 
 Makes the keys that let workers connect from other machines: controller.key and workers.allow for the controller, and
@@ -95,6 +100,20 @@ def top(words: Sequence[str]) -> int:
     return run_top(settings)
 
 
+def provision(words: Sequence[str]) -> int:
+    settings = load_or_exit(ProvisionSettings, words, "kilburn provision", ABOUT_PROVISION, "model")
+    from kilburn.controller.provision import run_provision
+
+    return run_provision(settings)
+
+
+def health(words: Sequence[str]) -> int:
+    settings = load_or_exit(HealthSettings, words, "kilburn health", ABOUT_HEALTH, "url")
+    from kilburn.controller.probe import run_health
+
+    return run_health(settings)
+
+
 def keys(words: Sequence[str]) -> int:
     match list(words):
         case ["new", folder, *names] if not any(word.startswith("-") for word in (folder, *names)):
@@ -125,6 +144,8 @@ COMMANDS = {
     "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
     "plan": Command("plan MODEL", "what fits into a device's memory, before there is a device", plan),
     "top": Command("top", "a running server's blocks and requests, in this terminal", top),
+    "health": Command("health [URL]", "how a server is; status 0 where it is well", health),
+    "provision": Command("provision MODEL", "model and keys for compose.yaml, into a folder", provision),
     "keys": Command("keys new FOLDER", "keys for workers on other machines", keys),
 }
 

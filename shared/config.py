@@ -3,6 +3,8 @@
     kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings
     kilburn controller  ControllerSettings
     kilburn worker      WorkerSettings
+    kilburn provision   ProvisionSettings
+    kilburn health      HealthSettings
     kilburn plan        PlanSettings
     kilburn top         TopSettings
 
@@ -30,7 +32,9 @@ from kilburn.shared.settings import (
 
 __all__ = [
     "ControllerSettings",
+    "HealthSettings",
     "PlanSettings",
+    "ProvisionSettings",
     "ServeSettings",
     "Settings",
     "SettingsError",
@@ -163,6 +167,10 @@ class WorkerSettings(Settings):
     )
     max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
     exit_with_parent: bool = setting(False, Switch(), "end when the process that started this one does")
+    profile: str = setting(
+        "", Text("FOLDER"), "traces of the first steps, and of others on SIGUSR2, by torch's profiler; empty: none"
+    )
+    profile_steps: int = setting(20, Count(1, 10_000), "steps in one such trace")
     log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
@@ -229,3 +237,24 @@ class PlanSettings(Settings):
             yield "kv_scales", "only KV of 8 bits has scales; give kv_dtype int8 or fp8, or leave kv_scales out"
         if self.max_step_tokens < self.max_rows:
             yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"
+
+
+@dataclass(frozen=True)
+class ProvisionSettings(Settings):
+    """What a fresh installation is to have before its first start."""
+
+    model: str = setting("", Text("MODEL"), MODEL, required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
+    served_model_name: str = setting("", Text("NAME"), "what clients call the model; empty: the model's own name")
+    into: str = setting("", Text("FOLDER"), "where all of it goes, in a folder for each service", required=True)
+    redis_host: str = setting("redis", Text("HOST"), "where the controller finds the Redis that is given a password")
+    redis_port: int = setting(6379, Count(1, 65535, "PORT"), "and at which port")
+
+
+@dataclass(frozen=True)
+class HealthSettings(Settings):
+    """Who is asked how it is."""
+
+    url: str = setting("http://127.0.0.1:8000", Text("URL"), "the REST API of the server")
+    probe: str = setting("health", Choice(("health", "ready", "live")), "what is asked; see docs/OPERATING.md")
+    timeout_seconds: float = setting(3.0, Duration(0.1, 60.0), "how long an answer may take")

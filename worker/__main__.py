@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kilburn.shared import logs
 from kilburn.shared.config import SettingsError, WorkerSettings, complain, load_or_exit
@@ -20,6 +21,9 @@ from kilburn.worker.daemon import Daemon, watch_parent
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.phases import phase, say
 from kilburn.worker.threads import threads_for
+
+if TYPE_CHECKING:
+    from kilburn.worker.start import Ready
 
 PROGRAM = "kilburn worker"
 ABOUT = "Computes what a controller plans: holds one model and a pool of KV blocks, and runs steps."
@@ -62,10 +66,25 @@ def serve(settings: WorkerSettings, stop: threading.Event) -> int:
         ready = make_ready(settings)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
+        if settings.profile:
+            return serve_profiled(settings, ready, link, stop)
         say(f"ready: {settings.name} connects to {settings.connect}")
         return Daemon(ready.hello, ready.executor, link, stop).run()
     finally:
         link.close()
+
+
+def serve_profiled(settings: WorkerSettings, ready: "Ready", link: WorkerLink, stop: threading.Event) -> int:
+    from kilburn.worker.profiling import ProfiledSteps
+
+    asked = threading.Event()
+    steps = ProfiledSteps(ready.executor, settings.profile, settings.name, settings.profile_steps, asked)
+    signal.signal(signal.SIGUSR2, lambda *_: asked.set())
+    say(f"ready: {settings.name} connects to {settings.connect}, traces of steps go to {settings.profile}")
+    try:
+        return Daemon(ready.hello, steps, link, stop).run()
+    finally:
+        steps.close()
 
 
 def default_name() -> str:
