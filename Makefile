@@ -64,6 +64,7 @@ format: install
 
 docs: install
 	$(BIN)/python docs/diagrams.py
+	$(BIN)/python docs/panels.py
 
 clean:
 	rm -rf .venv .venv-triton36 .namespace build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
