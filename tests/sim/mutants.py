@@ -72,8 +72,8 @@ MUTANTS = [
     one(
         "a shared block is freed by its first owner",
         "block_pool.py",
-        "            if refs > 1:\n                continue",
-        "            if refs > 9:\n                continue",
+        "            if refs > 1:\n                self._num_shared -= refs == 2",
+        "            if refs > 9:\n                self._num_shared -= refs == 2",
     ),
     one(
         "a hit leaves its block in the cache",
@@ -278,8 +278,8 @@ MUTANTS = [
     one(
         "a lease's end forgets its requests",
         "engine.py",
-        "            self._homeless.append(_Homeless(group, now))\n\n    # --- what time",
-        "            del self._groups[group.request_id]\n\n    # --- what time",
+        "            self._homeless.append(_Homeless(group, now, was_displaced=True))\n",
+        "            del self._groups[group.request_id]\n",
     ),
     # --- limits
     one(
