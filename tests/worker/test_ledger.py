@@ -82,9 +82,9 @@ def test_expected_waste_is_half_a_block() -> None:
 # --- the twin
 
 
-def ready(folder: Path, dtype: str) -> Ready:
+def ready(folder: Path, dtype: str, **changes: Any) -> Ready:
     settings = WorkerSettings(model=str(folder), name="w", device="cpu", dtype=dtype, num_blocks=200)
-    return make_ready(replace(settings, max_rows=32, max_step_tokens=256, host_pool=1 << 20))
+    return make_ready(replace(settings, max_rows=32, max_step_tokens=256, host_pool=1 << 20, **changes))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -106,6 +106,15 @@ def test_plan_and_measurement_agree(tmp_path: Path, kind: str, changes: dict[str
     assert not any("off by" in line for line in ledger.compared(found.planned, found.ledger))
     for name in ("weights", "activations", "logits workspace", "step buffers", "KV pool", "host pool"):
         assert found.ledger.amounts()[name] > 0, name
+
+
+@pytest.mark.parametrize("kv_scales", ["static", "block"])
+def test_they_agree_with_kv_of_eight_bits(tmp_path: Path, kv_scales: str) -> None:
+    folder = make_tiny(tmp_path, vocab=4096, with_tokenizer=False, overrides=WIDE_LLAMA)
+    found = ready(folder, "float32", kv_dtype="int8", kv_scales=kv_scales)
+    off = ledger.differences(found.planned, found.ledger)
+    assert max(off.values(), default=0.0) <= ledger.TOLERANCE, off
+    assert found.ledger.kv_bytes == 200 * found.hello.layout.bytes_per_block
 
 
 def test_what_a_small_step_takes_tells_what_a_large_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
