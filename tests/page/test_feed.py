@@ -20,7 +20,7 @@ def num_viewers(world: World) -> int:
 
 
 async def test_the_feed_follows_a_request_from_the_door_to_the_end(tmp_path: Path) -> None:
-    async with served(tmp_path, delay_s=0.01) as world:
+    async with served(tmp_path, delay_s=0.03) as world:
         assert num_viewers(world) == 0
         async with watched(world) as events:
             reader = Reader()

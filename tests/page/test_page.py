@@ -24,7 +24,7 @@ DARK = Screen(1360, 900, is_dark=True)
 PHONE = Screen(390, 844, 3, is_mobile=True)
 SMALLEST = Screen(360, 640, 2, is_mobile=True)
 SHOTS = os.environ.get("SCREENSHOTS")
-POOLS = {"num_blocks": 600, "num_host_blocks": 64, "max_len": 512}
+POOLS = {"num_blocks": 600, "num_host_blocks": 64, "max_len": 2048}
 LONG = "the quick brown fox jumps over the lazy dog, and hello world again. "
 
 
@@ -38,7 +38,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @asynccontextmanager
 async def shown(browser: str, folder: Path, screen: Screen = DESK, **how: Any) -> AsyncIterator[tuple[World, Page]]:
     """A world, and its page in a browser. No fault of the page goes unnoticed."""
-    async with served(folder, **how) as world, opened_page(browser, screen) as page:
+    async with served(folder, **{"delay_s": 0.05} | how) as world, opened_page(browser, screen) as page:
         await page.go(world.url)
         yield world, page
         assert page.faults == []
@@ -51,8 +51,8 @@ async def keep(page: Page, name: str) -> None:
 
 @asynccontextmanager
 async def busy(world: World, *bodies: dict[str, Any]) -> AsyncIterator[None]:
-    """Requests that run for as long as the block lasts."""
-    tasks = [asyncio.create_task(world.post("/v1/completions", {"max_tokens": 200} | body)) for body in bodies]
+    """Requests that run for as long as the block lasts: on their own they would take a minute."""
+    tasks = [asyncio.create_task(world.post("/v1/completions", {"max_tokens": 1200} | body)) for body in bodies]
     try:
         await world.until(lambda: len(world.driver.engine.block_map().tables) >= len(bodies))
         yield
@@ -75,7 +75,7 @@ async def legend(page: Page) -> dict[str, int]:
 
 
 async def test_counts_and_colours_are_those_of_the_engine(browser: str, tmp_path: Path) -> None:
-    async with shown(browser, tmp_path, delay_s=0.02, worker=POOLS) as (world, page):
+    async with shown(browser, tmp_path, worker=POOLS) as (world, page):
         await page.until("document.querySelector('#status').dataset.state === 'good'")
         assert await page.ask("document.querySelectorAll('.canvas').length") == 2
         body = {"prompt": LONG * 3, "n": 3}
@@ -146,7 +146,7 @@ async def test_what_the_page_makes_of_events_is_what_the_terminal_does(browser: 
 
 
 async def test_by_keyboard_and_by_ear(browser: str, tmp_path: Path) -> None:
-    async with shown(browser, tmp_path, delay_s=0.02, worker={"num_blocks": 200}) as (world, page):
+    async with shown(browser, tmp_path, worker={"num_blocks": 200, "max_len": 2048}) as (world, page):
         await page.until("document.querySelector('.canvas')")
         async with busy(world, {"prompt": LONG}):
             table = next(iter(world.driver.engine.block_map().tables.values()))[2]
@@ -206,9 +206,9 @@ async def expect_named(page: Page) -> None:
 
 @pytest.mark.parametrize(("name", "screen"), [("phone", PHONE), ("smallest", SMALLEST)])
 async def test_nothing_is_wider_than_a_phone(browser: str, tmp_path: Path, name: str, screen: Screen) -> None:
-    worker = {"num_blocks": 4096, "num_host_blocks": 1024}
-    bodies = {"prompt": LONG * 2, "n": 4, "max_tokens": 150}, {"prompt": "hello"}
-    async with shown(browser, tmp_path, screen, delay_s=0.02, worker=worker) as (world, page), busy(world, *bodies):
+    worker = {"num_blocks": 4096, "num_host_blocks": 1024, "max_len": 2048}
+    bodies = {"prompt": LONG * 2, "n": 4}, {"prompt": "hello"}
+    async with shown(browser, tmp_path, screen, worker=worker) as (world, page), busy(world, *bodies):
         await page.until("document.querySelectorAll('#request-rows tr').length === 2")
         wide = await page.ask("document.documentElement.scrollWidth")
         assert wide == screen.width
@@ -227,7 +227,7 @@ async def test_nothing_is_wider_than_a_phone(browser: str, tmp_path: Path, name:
 
 
 async def test_a_chat_is_answered_and_its_blocks_are_shown(browser, tmp_path: Path) -> None:
-    async with shown(browser, tmp_path, delay_s=0.03) as (world, page):
+    async with shown(browser, tmp_path, delay_s=0.1) as (world, page):
         await page.until("document.querySelector('.canvas')")
         await page.focus("#chat-input")
         await page.type("Why is the sky blue?")
@@ -284,7 +284,7 @@ async def test_a_server_that_goes_away_is_missed_and_found_again(browser: str, t
 
 
 async def test_workers_come_and_go(browser: str, tmp_path: Path) -> None:
-    async with shown(browser, tmp_path, delay_s=0.02) as (world, page):
+    async with shown(browser, tmp_path) as (world, page):
         await page.until("document.querySelectorAll('.worker .canvas').length === 1")
         second = FakeDaemon(world.running.endpoint, fake_hello("second", vocab_size=VOCAB, max_len=256, num_blocks=100))
         task = asyncio.create_task(second.run())
@@ -307,9 +307,9 @@ async def test_workers_come_and_go(browser: str, tmp_path: Path) -> None:
 
 async def test_preemptions_say_why(browser: str, tmp_path: Path) -> None:
     worker = {"num_blocks": 24, "num_host_blocks": 24, "max_len": 256}
-    async with shown(browser, tmp_path, delay_s=0.01, worker=worker, settings={"preemption": "swap"}) as (world, page):
+    async with shown(browser, tmp_path, delay_s=0.08, worker=worker, settings={"preemption": "swap"}) as (world, page):
         await page.until("document.querySelectorAll('.canvas').length === 2")
-        bodies = [{"prompt": LONG + str(i), "max_tokens": 180} for i in range(3)]
+        bodies = [{"prompt": f"{i} {LONG * 4}", "max_tokens": 140} for i in range(3)]
         async with busy(world, *bodies):
             await page.until("document.querySelector('#note-rows').textContent.includes('by swap')")
             await page.until("document.querySelector('#request-rows').textContent.includes('swapped')")
@@ -319,8 +319,8 @@ async def test_preemptions_say_why(browser: str, tmp_path: Path) -> None:
 
 
 async def test_a_hundred_thousand_blocks(browser: str, tmp_path: Path) -> None:
-    worker = {"num_blocks": 100_000, "max_len": 1024}
-    async with shown(browser, tmp_path, delay_s=0.02, worker=worker) as (world, page):
+    worker = {"num_blocks": 100_000, "max_len": 2048}
+    async with shown(browser, tmp_path, worker=worker) as (world, page):
         await page.until("document.querySelector('.canvas')")
         async with busy(world, *({"prompt": LONG * 8 + str(i)} for i in range(8))):
             await page.until("document.querySelectorAll('#request-rows tr').length === 8")

@@ -27,8 +27,8 @@ async def top(*words: str) -> tuple[int, str, str]:
 
 
 async def test_once_prints_what_the_engine_says_and_no_colours(tmp_path: Path) -> None:
-    worker = {"num_blocks": 300, "num_host_blocks": 40, "max_len": 1024}
-    async with served(tmp_path, delay_s=0.02, worker=worker) as world:
+    worker = {"num_blocks": 300, "num_host_blocks": 40, "max_len": 2048}
+    async with served(tmp_path, delay_s=0.05, worker=worker) as world:
         async with busy(world, {"prompt": "hello world", "n": 2, "max_tokens": 900}):
             status, out, err = await top("--once", "--url", world.url)
         assert (status, err) == (0, "")
@@ -52,7 +52,7 @@ async def test_once_prints_what_the_engine_says_and_no_colours(tmp_path: Path) -
 
 
 async def test_in_a_terminal_it_goes_on_until_it_is_interrupted(tmp_path: Path) -> None:
-    async with served(tmp_path, delay_s=0.02) as world:
+    async with served(tmp_path, delay_s=0.05, worker={"max_len": 2048}) as world:
         ours, theirs = os.openpty()
         process = await asyncio.create_subprocess_exec(
             *COMMAND,
@@ -66,7 +66,7 @@ async def test_in_a_terminal_it_goes_on_until_it_is_interrupted(tmp_path: Path) 
         seen, loop = bytearray(), asyncio.get_running_loop()
         loop.add_reader(ours, lambda: seen.extend(os.read(ours, 65536)))
         try:
-            async with busy(world, {"prompt": "hello world", "max_tokens": 200}):
+            async with busy(world, {"prompt": "hello world", "max_tokens": 1200}):
                 await world.until(lambda: b"running" in seen and b"generated" in seen, 20)
             await world.until(lambda: b"no requests" in seen, 20)
             assert b"\x1b[" in seen
