@@ -160,8 +160,10 @@ GROUP_FIGURES: tuple[Figure[GroupSnapshot], ...] = (
            "blocks", ("direction",), _move_seconds),
     Figure("host_saved_blocks", COUNTER, "evicted blocks that the host pool kept", (),
            single(lambda g: g.blocks_saved)),
+    Figure("host_saved_bytes", COUNTER, "the same in bytes", (), single(lambda g: g.bytes_saved)),
     Figure("host_hit_blocks", COUNTER, "blocks that came back from there by their names", (),
            single(lambda g: g.host_hits)),
+    Figure("host_hit_bytes", COUNTER, "the same in bytes", (), single(lambda g: g.bytes_hit)),
     # --- work
     Figure("requests_running", GAUGE, "requests on the rows, named prefixes being computed included", (),
            single(lambda g: g.running_requests)),

@@ -116,6 +116,7 @@ class World:
 
     def _close(self) -> None:
         """Let what is under way come home, shut down, and see that nothing is held."""
+        self.seen["host hit"] += sum(group.host_hits for group in self.engine.snapshot().groups)
         # A result that was lost is missed only when its step's deadline has passed.
         pins, patience_s = self.judge.clients.pins, self.scenario.silence_s + self.scenario.step_deadline_s
         self._pass(PATIENCE_S, until=lambda: not pins.missing())
@@ -245,13 +246,21 @@ class World:
 
     def _disturb_swapped(self, request_id: int) -> None:
         """Now and then somebody leaves just when his request is on the host."""
-        luck = self.rng.random()
+        luck, errand = self.rng.random(), self.errands.get(request_id)
+        if errand is None:
+            return  # a named prefix that was being computed
+        self.seen["beams swapped"] += errand.submit.beams is not None
         if luck < 0.1:
             self.inbox.append(Cancel(request_id))
         elif luck < 0.2:
-            index = self.rng.randrange(self.errands[request_id].submit.n)
+            index = self.rng.randrange(errand.submit.n)
             if self.num_emitted[request_id, index]:  # a stop string is found in something
                 self.inbox.append(Stop(request_id, index))
+        elif luck < 0.35 and self.faults() != CALM:
+            # ... or his worker does.
+            for body in [body for body in self.bodies.values() if body.is_alive and body.worker is not None]:
+                self.seen["death while swapped"] += 1
+                self.died(body, returns=True)
 
     # --- clients
 

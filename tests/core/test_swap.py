@@ -313,6 +313,25 @@ def test_a_lost_device_block_takes_its_host_source_along() -> None:
     hand.expect_empty()
 
 
+def test_what_a_lost_host_block_filled_is_lost_with_it() -> None:
+    """Also for who shares it and has not read it yet; neither is hit again."""
+    hand = evicted_to_host()
+    request = hand.submit((*range(9), 5), max_tokens=3)
+    plan = hand.last_plan()
+    host, device = plan.swaps_in[0]
+    assert hand.pool().name_of(device) is not None
+    result = hand.worker().run_next()
+    result.lost = (KvLost(0, Tier.HOST, host, result.step),)
+    result.num_tokens, result.tokens = [0], []
+    hand.say(result)
+    assert hand.preemptions() == [f"request {request}"]
+    again = [admit for later in hand.worker().seen[plan.step :] for admit in later.admits]
+    assert [admit.start for admit in again] == [0]
+    hand.run()
+    hand.check(request)
+    hand.expect_empty()
+
+
 def test_a_failed_rows_names_go_on_both_tiers() -> None:
     hand = evicted_to_host()
     request = hand.submit((*range(9), 5), max_tokens=3)

@@ -11,6 +11,7 @@ import importlib
 import json
 import sys
 import time
+from typing import Any
 
 
 def main(folder: str, num_seeds: int, limit_s: float) -> dict[str, object] | None:
@@ -38,7 +39,34 @@ def broken_law() -> str:
     if not pool.is_writable(block):
         return "table: a block of one owner and no name is not writable"
     pool.publish(block, pools.Name(b"d" * 32, b"p" * 32, (1,)))
-    return "table: a block that others find by its name is writable" if pool.is_writable(block) else ""
+    if pool.is_writable(block):
+        return "table: a block that others find by its name is writable"
+    return broken_bound()
+
+
+def broken_bound() -> str:
+    """Swapped groups hold no more on the host than the device has, however large the host is.
+
+    Worlds rarely come near, since nobody is admitted past one who was swapped out.
+    """
+
+    def of(name: str) -> Any:
+        return importlib.import_module(f"kilburn.controller.core.{name}")
+
+    hasher = importlib.import_module("kilburn.shared.digest").BlockHasher(b"m" * 32, 4)
+    sampling = importlib.import_module("kilburn.shared.sampling").Sampling()
+    memory = of("memory").Memory(of("block_pool").BlockPool(4), of("block_pool").BlockPool(40), hasher, 4)
+    leaving = of("leaving").Leaving(memory, of("policy").Costs(64), of("policy").Preemption.SWAP)
+    for number in range(3):
+        group = of("sequence").Group(number, of("sequence").Place(0, number), range(8), 4, sampling)
+        (sequence,) = group.live
+        sequence.start(0, table := of("block_table").BlockTable(memory.device), 8, 8, 8)
+        memory.grow(table, 2, of("memory").Moves(number))
+        departure = leaving.choose(group, [], moves := of("memory").Moves(number))
+        if departure.way is of("departure").Way.SWAP:
+            sequence.swap_out(memory.swap_out(group, [], moves)[0])
+            memory.seal(moves)
+    return "table: swapped groups hold more than the device has" if memory.host.num_owned > 4 else ""
 
 
 if __name__ == "__main__":

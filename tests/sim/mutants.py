@@ -203,6 +203,30 @@ MUTANTS = [
         "choose=Draws(sequence.index, 1)",
         "choose=Draws(0, 1)",
     ),
+    one(
+        "a forked group is recomputed apart",
+        "policy.py",
+        "[i > 0 and len(found.device) < self.num_common for i, found in enumerate(hits)]",
+        "[False for _ in hits]",
+    ),
+    one(
+        "rows for a fork are not reserved",
+        "sequence.py",
+        "return len(self.live) if self.has_forked else self.n",
+        "return len(self.live)",
+    ),
+    one(
+        "a group wider than the rows is accepted",
+        "scheduler.py",
+        "return n <= min(self.max_rows, self.max_step_tokens)",
+        "return True",
+    ),
+    one(
+        "nobody is told that no worker came back",
+        "engine.py",
+        "elif now >= homeless.since + self.settings.recovery_s:",
+        "elif False:",
+    ),
     # --- limits
     Mutant(
         "the limit is not tested at Submit",
@@ -404,6 +428,30 @@ MUTANTS = [
         "commit.py",
         "        self._memory.host.withdraw(block)\n",
         "",
+    ),
+    one(
+        "swapped groups hold more than the device has",
+        "memory.py",
+        "return self.host.num_owned + sum(self._host_need(group, pinned, moves)) <= self.device.num_blocks",
+        "return True",
+    ),
+    one(
+        "a host pool that is full takes another group",
+        "memory.py",
+        "return sum(self._host_need(group, pinned, moves)) <= self.host.num_available",
+        "return True",
+    ),
+    one(
+        "the end of a lease leaves groups on the host",
+        "lineup.py",
+        "            if group.is_swapped:\n                self.forget_swap(group)",
+        "            pass",
+    ),
+    one(
+        "a group with work in the plan is its victim",
+        "policy.py",
+        "return None if was_granted else running[asking]",
+        "return running[asking]",
     ),
     one(
         "moves of a plan without rows are dropped",

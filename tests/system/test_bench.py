@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import metrics, waste
+from bench import metrics, preemption, waste
 from bench.core import measure
+from tests.worker.tiny_models import make_tiny
 
 
 def test_a_decode_step_of_256_sequences_is_under_two_kilobytes_each_way() -> None:
@@ -43,3 +44,27 @@ def test_waste_names_the_flag_to_change(words: list[str], capsys: pytest.Capture
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert words[0] in told or words[1] in told
+
+
+def test_preemption_prints_a_row_for_each_block_size_and_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bench itself compares a block that came back with what left."""
+    folder, file = make_tiny(tmp_path / "tiny", with_tokenizer=False), tmp_path / "found.json"
+    words = ["--model", str(folder), "--sequences=3", "--tokens=48", "--sizes=1,16", "--load-sizes=4", "--repeats=1"]
+    assert preemption.main([*words, "--device=cpu", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert [row["block_size"] for row in found["moves"]] == [1, 16]
+    assert all(row["swap_s"] > 0 < row["recompute_s"] for row in found["moves"])
+    loads = {row["way"]: row for row in found["loads"]}
+    assert loads.keys() == {"auto", "swap", "recompute"}
+    assert loads["swap"]["swaps"] > 0 == loads["recompute"]["swaps"] < loads["recompute"]["recomputes"]
+    assert "a load that presses" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--sizes", "0"], ["--sizes", "a"], ["--tokens", "0"], ["--load-sizes", "512"]])
+def test_preemption_names_the_flag_to_change(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        preemption.main(words)
+    assert ended.value.code == 2
+    assert words[0] in capsys.readouterr().err
