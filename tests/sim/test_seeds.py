@@ -60,6 +60,11 @@ HAPPENINGS = {
     "refused queue timeout": 100,
     "refused request timeout": 50,
     "plan of moves alone": 30,
+    "returned": 200,
+    "host hit": 100,
+    "host block lost": 10,
+    "beams swapped": 20,
+    "death while swapped": 3,
 }
 
 
