@@ -100,7 +100,8 @@ class Service:
     def owned_blocks(self) -> float:
         """Blocks that some sequence holds now, from /metrics."""
         text = httpx.get(f"{self.address}/metrics", timeout=10).text
-        lines = [line for line in text.splitlines() if re.match(r'kilburn_blocks\{.*tier="device",state="owned"', line)]
+        ours = ("kilburn_blocks{", 'state="owned"', 'tier="device"')  # labels come in an order of their own
+        lines = [line for line in text.splitlines() if all(part in line for part in ours)]
         assert lines, text
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

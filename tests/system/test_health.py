@@ -19,7 +19,7 @@ from tests.api.vocabularies import write_folder
 from tests.system.serving import TINY_FLAGS, Service
 from tests.worker.tiny_models import make_tiny
 
-SHORT = ("--beat-seconds=0.1", "--silence-seconds=1", "--drain-seconds=0.2")
+SHORT = ("--beat-seconds=0.1", "--silence-seconds=3", "--drain-seconds=0.2")
 LONG = {"prompt": "The sea of the", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
 
 
@@ -66,9 +66,9 @@ def test_a_stopped_worker_turns_health_and_going_on_turns_it_back(service: Servi
         before = leases_ended(service)
         os.kill(worker, signal.SIGSTOP)
         try:
-            service.wait_for(lambda: service.health() == 503, 5)  # half a second, on an idle machine
+            service.wait_for(lambda: service.health() == 503, 10)  # half of the silence allowed, and no more
             if stays_stopped:  # until its lease has ended, and beyond
-                service.wait_for(lambda before=before: leases_ended(service) > before, 10)
+                service.wait_for(lambda before=before: leases_ended(service) > before, 20)
                 assert httpx.get(f"{service.address}/health").json()["reason"] == "no worker is ready"
             assert httpx.get(f"{service.address}/live").status_code == 200
         finally:
@@ -80,6 +80,7 @@ def test_a_stopped_worker_turns_health_and_going_on_turns_it_back(service: Servi
 
 def test_sigterm_drains_and_then_ends_the_rest_with_an_error(service: Service) -> None:
     """The last word of this file's service."""
+    service.wait_for(lambda: service.health() == 200, 20)
     whole: list[httpx.Response] = []
 
     def ask() -> None:
