@@ -126,9 +126,22 @@ def decode(kernels: Kernels, model: Model, rounds: int) -> None:
 
         return run
 
+    narrow = (pool * 30).clamp(-127, 127).to(torch.int8)
+    by_head = torch.full((2, model.kv_heads), 1 / 30)
+    by_row = torch.full((num_blocks, model.layers, *narrow.shape[2:5]), 1 / 30)
+
+    def eight_bits(scales: Callable[[int], Tensor]) -> Callable[[], None]:
+        def run() -> None:
+            for layer in range(model.layers):
+                kernels.paged_attention(q, narrow[:, layer], batch, scale, scales=scales(layer))
+
+        return run
+
     ways: dict[str, Callable[[], object]] = {
         "plain read": lambda: pool.view(-1).sum(),
         kernels.name.split(" ")[0] + " kernels": layers(kernels.paged_attention),
+        "of int8, static scales": eight_bits(lambda layer: by_head),
+        "of int8, scales of rows": eight_bits(lambda layer: by_row[:, layer]),
         "torch, gather + SDPA": layers(gathered_sdpa),
         "torch, tiles of 512": layers(tiles_of_512),
         "reference": layers(reference.paged_attention),
