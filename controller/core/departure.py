@@ -60,10 +60,15 @@ class Departure:
     @property
     def text(self) -> str:
         return (
-            f"by {self.way.value}: {self.why.value}; predicted {self.swap_s:.6f} s to swap out and in, "
-            f"{self.recompute_s:.6f} s to recompute"
+            f"by {self.way.value}: {self.why.value}; predicted {said(self.swap_s)} to swap out and in, "
+            f"{said(self.recompute_s)} to recompute"
         )
 
     @property
     def outcome(self) -> str:
-        return f"back by {self.way.value} in {self.actual_s:.6f} s, predicted {self.predicted_s:.6f} s"
+        return f"back by {self.way.value} in {said(self.actual_s)}, predicted {said(self.predicted_s)}"
+
+
+def said(seconds: float) -> str:
+    """A time for people."""
+    return f"{seconds:.3g} s" if seconds >= 1.0 else f"{1e3 * seconds:.3g} ms"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.departure import Departure, Way, Why
+from kilburn.controller.core.departure import Departure, Way, Why, said
 from kilburn.controller.core.events import Left, NoteKind
 from kilburn.controller.core.memory import Moves
 from kilburn.controller.core.policy import Preemption
@@ -50,7 +50,7 @@ def test_a_swap_is_told_with_both_predictions_and_then_with_the_truth(depth: int
     num_moved = sum(len(plan.swaps_out) + len(plan.swaps_in) for plan in hand.worker().seen)
     num_saved = hand.snapshot().blocks_saved  # of others, evicted meanwhile
     assert hand.snapshot().actual_swap_s == pytest.approx(MOVE_S * (num_moved - num_saved))
-    assert back[0].startswith(f"request 2, back by swap in {hand.snapshot().actual_swap_s:.6f} s")
+    assert back[0].startswith(f"request 2, back by swap in {said(hand.snapshot().actual_swap_s)}")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -68,7 +68,7 @@ def test_the_truth_of_a_recompute_is_what_was_computed_again(depth: int) -> None
     seconds = TOKEN_S * (departure.targets[0] - again.start)
     assert seconds > 0
     assert hand.snapshot().actual_recompute_s == pytest.approx(seconds)
-    assert back.startswith(f"request 2, back by recompute in {seconds:.6f} s, predicted ")
+    assert back.startswith(f"request 2, back by recompute in {said(seconds)}, predicted ")
     hand.run()
     assert hand.snapshot().returned_by_recompute == hand.snapshot().preempted_by_recompute
     hand.check(1, 2)
