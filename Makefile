@@ -16,10 +16,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 	"$$p" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { command -v "$$p"; break; }; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+OLDEST := .venv-triton36/.installed
 PARTS := shared kernels worker controller
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test test-triton36 lint format docs clean
+.PHONY: help install serve test lint format docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "also: make install, lint, format, docs, clean"
@@ -43,17 +44,18 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 serve: install
 	@exec $(BIN)/kilburn serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: install
+# The suite `triton` needs a second environment, with the oldest Triton that the kernels support.
+test: install $(if $(SUITES),$(filter $(OLDEST),$(patsubst triton,$(OLDEST),$(SUITES))),$(OLDEST))
 	@exec $(BIN)/python tests/suites.py $(SUITES)
 
-# The GPU kernels under the oldest Triton that they support. It borrows torch from the environment beside it.
-test-triton36: install
+# All but Triton and its numpy is borrowed from the environment beside it: a folder named in a .pth file comes after its own.
+$(OLDEST): $(STAMP)
+	@echo "install: the oldest Triton, in .venv-triton36"
 	@test -x .venv-triton36/bin/python || "$(PYTHON)" -m venv .venv-triton36
-	@.venv-triton36/bin/python -m pip install -q 'triton==3.6.*' 'numpy==2.3.*'
-	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> $$(.venv-triton36/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_first.pth
-	@PYTHONPATH=.namespace .venv-triton36/bin/python -m pytest -q tests/kernels/test_triton.py
-	@PYTHONPATH=.namespace .venv-triton36/bin/python tests/kernels/aot.py --all
+	@.venv-triton36/bin/python -m pip --disable-pip-version-check install -q --progress-bar on 'triton==3.6.0' 'numpy==2.3.5'
+	@$(BIN)/python -c 'import sys; print(*[path for path in sys.path if path.endswith("site-packages")], sep="\n")' \
+		> $$(.venv-triton36/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_borrowed.pth
+	@touch $@
 
 lint: install
 	@exec $(BIN)/python tests/suites.py lint

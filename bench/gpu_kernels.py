@@ -25,6 +25,7 @@ from kilburn.kernels import reference
 from kilburn.kernels.contract import Batch, Odds, Rope
 from kilburn.kernels.triton.kernels import TritonKernels
 from kilburn.kernels.triton.paged_attention import Device, Options, paged_attention
+from kilburn.kernels.triton.tuned import Tiling
 
 Row = dict[str, Any]
 
@@ -37,6 +38,10 @@ class Place:
     device: Device
     kernels: TritonKernels
     is_dry: bool
+
+    def cut_by(self, cut: Tiling) -> Place:
+        """The same place, where attention is cut otherwise than by the table."""
+        return replace(self, device=replace(self.device, cut=cut))
 
     def seconds(self, call: Callable[[], object], calls: int = 10, rounds: int = 5) -> float:
         """The median time of one call, the host's share left out: `calls` of them are recorded and replayed."""

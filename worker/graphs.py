@@ -11,11 +11,14 @@ A graph replays addresses, not arguments: the inputs are the runner's persistent
 one of full width. What the host knows and a graph cannot (max_query, max_context) is recorded at its largest. Hidden
 states are the graph's own and hold until its next replay, which is the next step's.
 
-Sizes are recorded at the start, the largest first, so that the smaller ones live in the memory that it needed.
+Sizes are recorded at the start, the largest first, so that the smaller ones live in the memory that it needed. What
+cannot be recorded (a model's operation that waits for the device, memory that is not there) costs speed and nothing
+else: the first size that fails is told in one line of the log, and decodes are asked for launch by launch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -30,6 +33,8 @@ from kilburn.worker.rows import Work
 
 if TYPE_CHECKING:
     from kilburn.worker.model_runner import Inputs
+
+log = logging.getLogger("kilburn.worker")
 
 Forward = Callable[[Tensor, Batch], Tensor]
 Replay = Callable[[], Tensor]
@@ -118,8 +123,13 @@ class Graphs:
         return self.replays[self.size_of(work)]()[: work.num_seqs]
 
 
-def recorded(inputs: Inputs, max_rows: int, max_blocks: int, max_len: int, forward: Forward, record: Record) -> Graphs:
-    """Every size, recorded with nothing but padding. `forward` must do the same work whatever the inputs hold."""
+def recorded(
+    inputs: Inputs, max_rows: int, max_blocks: int, max_len: int, forward: Forward, record: Record
+) -> Graphs | None:
+    """Every size, recorded with nothing but padding; None where one cannot be, and the log says why.
+
+    `forward` must do the same work whatever the inputs hold.
+    """
     sizes = recorded_sizes(max_rows)
     tables = torch.zeros((sizes[-1], max_blocks), dtype=torch.int32, device=inputs.ids.device)
     graphs = Graphs(inputs, tables, sizes, {})
@@ -129,7 +139,12 @@ def recorded(inputs: Inputs, max_rows: int, max_blocks: int, max_len: int, forwa
         def run(ids: Tensor = ids, batch: Batch = batch) -> Tensor:
             return forward(ids, batch)
 
-        graphs.replays[size] = record(run)
+        try:
+            graphs.replays[size] = record(run)
+        except RuntimeError as error:  # torch's own errors, CUDA's and out of memory, are of this kind
+            reason = str(error).partition("\n")[0]
+            log.warning("decodes of %d rows cannot be recorded as a graph, and so none are: %s", size, reason)
+            return None
     return graphs
 
 

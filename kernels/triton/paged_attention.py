@@ -35,6 +35,7 @@ from kilburn.kernels.contract import Batch
 from kilburn.kernels.triton.launch import Launch, check_dtype, padded
 from kilburn.kernels.triton.stored import check_scales
 from kilburn.kernels.triton.tilings import tiling
+from kilburn.kernels.triton.tuned import Tiling
 
 LOG2_E = log2(e)
 STARTS = 256  # starts of sequences that are looked at together
@@ -302,6 +303,7 @@ class Device:
 
     architecture: str  # a row of tilings.TABLE, or a neighbour of one
     num_units: int  # multiprocessors: programs below this number leave some idle
+    cut: Tiling | None = None  # instead of the table's: for those who fill the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +324,7 @@ def paged_attention(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, num_seqs = kv.shape[2], len(batch.context_len)
     group = num_heads // num_kv_heads
-    cut = tiling(device.architecture, q.dtype, head_dim, group, is_decode=batch.max_query <= 1)
+    cut = device.cut or tiling(device.architecture, q.dtype, head_dim, group, is_decode=batch.max_query <= 1)
     queries = 1 if batch.max_query <= 1 else cut.rows // group
     num_tiles = (num_rows + (num_seqs + 2) * (queries - 1)) // queries
     least_split = -(-WORTH_A_SPLIT // cut.positions) * cut.positions

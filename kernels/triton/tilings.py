@@ -4,53 +4,16 @@
     positions  positions of the context that a turn of the loop takes
     warps, stages
 
-Batches where every sequence brings one token are `decode`; all others are `ragged`. `bench/tune_triton.py` measures
-candidates on a device and prints rows for this table. The rows here were chosen without a device: the largest tiles
-whose binaries keep everything in registers (no spills) and leave shared memory for at least two programs.
+Batches where every sequence brings one token are `decode`; all others are `ragged`. The table is `tuned.py`, which
+`bench/tune_triton.py` writes, and which says of each architecture how its rows were chosen.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 from kilburn.kernels.triton.launch import padded
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    rows: int
-    positions: int
-    warps: int
-    stages: int
-
+from kilburn.kernels.triton.tuned import TABLE, Tiling
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
-
-# (architecture, bytes of a value of q, padded head dimension) -> (decode, ragged)
-_SM_80 = {
-    (2, 64): (Tiling(16, 64, 4, 3), Tiling(64, 64, 4, 2)),
-    (2, 128): (Tiling(16, 64, 4, 3), Tiling(64, 64, 8, 2)),
-    (2, 256): (Tiling(16, 64, 8, 2), Tiling(64, 32, 8, 2)),
-    (4, 64): (Tiling(16, 32, 4, 2), Tiling(16, 32, 4, 2)),
-    (4, 128): (Tiling(16, 32, 4, 2), Tiling(16, 32, 4, 2)),
-    (4, 256): (Tiling(16, 16, 4, 1), Tiling(16, 16, 4, 1)),
-}
-_SM_90 = _SM_80 | {
-    (2, 64): (Tiling(16, 64, 4, 4), Tiling(128, 64, 8, 3)),
-    (2, 128): (Tiling(16, 64, 4, 4), Tiling(128, 64, 8, 2)),
-    (2, 256): (Tiling(16, 32, 4, 3), Tiling(64, 32, 8, 2)),
-    (4, 128): (Tiling(16, 32, 8, 2), Tiling(16, 32, 8, 2)),
-}
-_GFX942 = _SM_80 | {
-    (2, 64): (Tiling(16, 64, 4, 2), Tiling(64, 64, 4, 2)),
-    (2, 128): (Tiling(16, 64, 4, 2), Tiling(64, 64, 4, 1)),
-    (2, 256): (Tiling(16, 32, 4, 2), Tiling(64, 32, 4, 1)),
-}
-TABLE = {
-    (architecture, *key): pair
-    for architecture, rows in (("sm_80", _SM_80), ("sm_90", _SM_90), ("sm_100", _SM_90), ("gfx942", _GFX942))
-    for key, pair in rows.items()
-}
 
 
 def tiling(architecture: str, dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> Tiling:

@@ -1,35 +1,29 @@
 """Every Triton kernel compiled for devices that this machine lacks, and its binaries read.
 
     python tests/kernels/aot.py            one row of each kind for each architecture
-    python tests/kernels/aot.py --all      each tuned configuration, each head dimension, each option
+    python tests/kernels/aot.py --all      each kernel, each row of the table of tilings, each option
     python tests/kernels/aot.py --spill    one kernel that cannot fit its registers, to see that this is noticed
 
 A launcher is asked for a Launch with tensors that have no memory, and what it would have run is compiled for the
-target. NVIDIA's binaries are read by cuobjdump, which comes with Triton (registers, stack: what is spilled lies there,
-shared memory); AMD's assembly states its own numbers. A kernel that spills, or wants more shared memory than the device
-has, is a fault; the exit status says whether there was one.
+target (`kernels/triton/ahead.py`). A kernel that spills, or wants more shared memory than the device has, is a fault;
+the exit status says whether there was one. What two rows have in common (the kernel that joins parts, mostly) is
+compiled once.
 """
 
 import argparse
 import dataclasses
-import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kilburn.kernels.contract import Batch, Odds, Rope
+from kilburn.kernels.triton.ahead import UNITS, source, use_of
 from kilburn.kernels.triton.copy_blocks import copy_blocks
 from kilburn.kernels.triton.kv_write import kv_write
 from kilburn.kernels.triton.launch import Launch
@@ -39,30 +33,9 @@ from kilburn.kernels.triton.sample import likeliest, sample
 from kilburn.kernels.triton.silu_mul import silu_mul
 from kilburn.kernels.triton.tilings import ARCHITECTURES
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-TYPES = {
-    torch.float64: "*fp64",
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.int8: "*i8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-HEAD_DIMS = (64, 80, 96, 128, 256)
+HEAD_DIMS = (64, 80, 128, 256)  # 80 stands for 96: the same tile, more of it masked
 MORE = {"spill": {"sm_90": {"maxnreg": 32}}}  # options of the compiler, beside a launch's own
 EIGHT_BITS = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "sm_80": torch.int8, "gfx942": torch.int8}
-
-
-@dataclass(frozen=True)
-class Use:
-    """What a binary takes."""
-
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
 
 
 # --- what is compiled
@@ -142,14 +115,15 @@ def everything(architecture: str) -> Iterator[tuple[str, Launch]]:
         for head_dim in (64, 128, 256):
             wide = attention(architecture, head_dim, queries, torch.float32)
             yield from named(f"attention {head_dim} x{queries} float32", wide)
-        half = attention(architecture, 128, queries, torch.float16, block_size=128)
-        yield from named(f"attention 128 x{queries} float16, blocks of 128", half)
-        options = Options(window=1000, soft_cap=30.0, sinks=nowhere(32, dtype=torch.float32))
-        full = attention(architecture, 128, queries, block_size=8, options=options)
-        yield from named(f"attention 128 x{queries} window, cap, sinks, blocks of 8", full)
         scaled, kv_dtype = Options(scales=nowhere(2, 8, dtype=torch.float32)), EIGHT_BITS[architecture]
         eight = attention(architecture, 128, queries, options=scaled, kv_dtype=kv_dtype)
         yield from named(f"attention 128 x{queries} {kv_dtype}", eight)
+    half = attention(architecture, 128, 1, torch.float16, block_size=128)
+    yield from named("attention 128 x1 float16, blocks of 128", half)
+    for queries in (1, 32):  # all at once in the one, window apart in the other, since it brings its own loop
+        window, cap, sinks = (1000, 30.0, nowhere(32, dtype=torch.float32)) if queries == 1 else (None, 30.0, None)
+        full = attention(architecture, 128, queries, block_size=8, options=Options(window, cap, sinks))
+        yield from named(f"attention 128 x{queries} {'window, cap, sinks' if window else 'cap'}, blocks of 8", full)
 
 
 def named(name: str, launches: list[Launch]) -> list[tuple[str, Launch]]:
@@ -174,68 +148,15 @@ SETS = {"some": some, "all": everything, "spill": spilling}
 # --- how
 
 
-def source(launch: Launch) -> ASTSource:
-    """As the runtime specialises it: a 1 is a constant, what 16 divides is known; neither, if a kernel says so."""
-    names, params = launch.kernel.arg_names, launch.kernel.params
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], object] = {}
-    facts: dict[tuple[int, ...], list[list[object]]] = {}
-    for place, argument in enumerate(launch.arguments):
-        name = names[place]
-        match argument:
-            case Tensor():
-                signature[name], facts[place,] = TYPES[argument.dtype], [["tt.divisibility", 16]]
-            case float():
-                signature[name] = "fp32"
-            case int() if params[place].do_not_specialize:
-                signature[name] = "i32"
-            case 1:
-                signature[name], constants[place,] = "constexpr", 1
-            case int():
-                signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
-                if argument % 16 == 0:
-                    facts[place,] = [["tt.divisibility", 16]]
-    for name, value in launch.constants.items():
-        signature[name], constants[names.index(name),] = "constexpr", value
-    return ASTSource(launch.kernel, signature, constants, facts)
-
-
-def target(architecture: str) -> GPUTarget:
-    if architecture.startswith("gfx"):
-        return GPUTarget("hip", architecture, 64)
-    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
-
-
-def use_of(launch: Launch, architecture: str, more: dict[str, int]) -> Use:
-    built = triton.compile(source(launch), target=target(architecture), options=launch.options | more)
-    if "amdgcn" in built.asm:
-        return _amd(built.asm["amdgcn"], built.metadata.shared)
-    with NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        told = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return _nvidia(told, built.metadata.shared)
-
-
-def _nvidia(told: str, shared_bytes: int) -> Use:
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told)
-    if found is None:
-        raise ValueError(f"cuobjdump says nothing about registers:\n{told}")
-    registers, stack, shared, local = map(int, found.groups())
-    return Use(registers, stack + local, shared_bytes + shared)
-
-
-def _amd(assembly: str, shared_bytes: int) -> Use:
-    def number(word: str) -> int:
-        found = re.search(rf"\.{word}:\s+(\d+)", assembly)
-        if found is None:
-            raise ValueError(f"the assembly does not state its .{word}")
-        return int(found.group(1))
-
-    spilled = max(number("private_segment_fixed_size"), 4 * number("vgpr_spill_count"))
-    return Use(number("vgpr_count"), spilled, max(shared_bytes, number("group_segment_fixed_size")))
+def rows(which: str) -> Iterator[tuple[str, int]]:
+    """(architecture, place in its set) of all that differ."""
+    known = set()
+    for architecture in ARCHITECTURES:
+        for place, (_, launch) in enumerate(SETS[which](architecture)):
+            key = architecture, source(launch).hash(), str(sorted(launch.options.items()))
+            if key not in known:
+                known.add(key)
+                yield architecture, place
 
 
 def compile_one(which: str, architecture: str, place: int) -> str:
@@ -247,8 +168,8 @@ def compile_one(which: str, architecture: str, place: int) -> str:
     except (triton.CompilationError, RuntimeError) as error:
         return f"{architecture:<7} {name:<52} FAULT: {error}"
     fault = "FAULT: spills" if use.spilled_bytes else ""
-    if use.shared_bytes > SHARED_BYTES[architecture]:
-        fault = f"FAULT: more shared memory than {SHARED_BYTES[architecture]}"
+    if use.shared_bytes > UNITS[architecture].shared_bytes:
+        fault = f"FAULT: more shared memory than {UNITS[architecture].shared_bytes}"
     numbers = f"{use.registers:>9} {use.spilled_bytes:>8} {use.shared_bytes:>8} {time.monotonic() - begun:>7.1f}"
     return f"{architecture:<7} {name:<52} {numbers} {fault}".rstrip()
 
@@ -262,11 +183,7 @@ def main() -> int:
     faults = 0
     print(f"triton {triton.__version__}: {'':<45} registers  spilled   shared       s")
     with ProcessPoolExecutor(words.jobs, mp_context=get_context("spawn")) as pool:
-        asked = [
-            pool.submit(compile_one, words.which, architecture, place)
-            for architecture in ARCHITECTURES
-            for place in range(len(list(SETS[words.which](architecture))))
-        ]
+        asked = [pool.submit(compile_one, words.which, *row) for row in rows(words.which)]
         for answer in asked:
             line = answer.result()
             faults += "FAULT" in line

@@ -6,6 +6,7 @@
 
     for case in CASES: ...                                        the hand-made table (ids: case.name)
     for case in grid(): ...                                       head_dim x group x block size, each with many lengths
+    for case in covering(): ...                                   as many of them as it takes for every pair
 
 What must not be read is NaN: the rest of a sequence's last block, blocks that nobody holds, the other layers. What a
 window has left behind is written, and so it is not NaN but loud (300). Entries of a table beyond a sequence's blocks
@@ -119,14 +120,28 @@ CASES = (
 )
 
 
+HEAD_DIMS, GROUPS, BLOCK_SIZES = (64, 80, 96, 128, 256), (1, 2, 3, 4, 6, 7, 8), (8, 16, 32)
+
+
 def grid() -> Iterator[Case]:
     """Head dimensions that are no power of two, groups that are none."""
-    for head_dim in (64, 80, 96, 128, 256):
-        for group in (1, 2, 3, 4, 6, 7, 8):
-            for block_size in (8, 16, 32):
-                seqs = ((1, 1), (15, 15), (1, 16), (2, 17), (1, 33))
-                name = f"dim {head_dim}, group {group}, blocks of {block_size}"
-                yield Case(name, seqs, group=group, head_dim=head_dim, block_size=block_size)
+    for head_dim in HEAD_DIMS:
+        for group in GROUPS:
+            for block_size in BLOCK_SIZES:
+                yield _of_grid(head_dim, group, block_size)
+
+
+def covering() -> Iterator[Case]:
+    """A third of the grid in which every pair of a head dimension, a group and a block size occurs."""
+    for i, head_dim in enumerate(HEAD_DIMS):
+        for j, group in enumerate(GROUPS):
+            yield _of_grid(head_dim, group, BLOCK_SIZES[(i + j) % len(BLOCK_SIZES)])
+
+
+def _of_grid(head_dim: int, group: int, block_size: int) -> Case:
+    seqs = ((1, 1), (15, 15), (1, 16), (2, 17), (1, 33))
+    name = f"dim {head_dim}, group {group}, blocks of {block_size}"
+    return Case(name, seqs, group=group, head_dim=head_dim, block_size=block_size)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -208,8 +223,8 @@ class AttentionWorld:
         }
 
     def check(self, got: Tensor) -> None:
-        """`got` is what must come out."""
-        assert_near(got, self.expected(), self.q.dtype)
+        """`got` is what must come out; scores of wide heads are sums of more terms."""
+        assert_near(got, self.expected(), self.q.dtype, slack=max(self.case.head_dim / 128, 1.0))
 
     def run(self, kernels: Kernels, out: Tensor | None = None) -> Tensor:
         return kernels.paged_attention(self.q, self.kv, self.batch, out=out, **self.options)

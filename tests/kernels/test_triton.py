@@ -22,6 +22,8 @@ from tests.kernels.shapes import (
     Case,
     assert_near,
     attention_world,
+    covering,
+    grid,
     rope_table,
     write_world,
 )
@@ -44,6 +46,7 @@ BOUNDARIES = (
     "block size 4",
     "block size 256",
     "window 1",
+    "window 3",
     "window 17",
     "window, block size 4",
     "sinks, rows that see nothing",
@@ -60,12 +63,28 @@ def test_the_boundary_rows_of_the_table(name: str) -> None:
     world.check(world.run(KERNELS))
 
 
-@pytest.mark.parametrize(
-    ("group", "head_dim", "block_size"),
-    [(1, 64, 8), (2, 80, 32), (3, 64, 16), (4, 96, 8), (6, 128, 32), (7, 256, 16), (8, 80, 16)],
-)
-def test_groups_and_head_dimensions_that_are_no_power_of_two(group: int, head_dim: int, block_size: int) -> None:
-    world = attention_world(Case("grid", SHORT, group=group, head_dim=head_dim, block_size=block_size))
+@pytest.mark.parametrize("case", list(covering()), ids=str)
+def test_head_dimensions_groups_and_blocks_in_all_pairs(case: Case) -> None:
+    world = attention_world(replace(case, kv_heads=1))
+    world.check(world.run(KERNELS))
+
+
+def test_the_pairs_are_all_pairs() -> None:
+    rows = [(case.head_dim, case.group, case.block_size) for case in covering()]
+    every = [(case.head_dim, case.group, case.block_size) for case in grid()]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert {(row[first], row[second]) for row in rows} == {(row[first], row[second]) for row in every}
+
+
+@pytest.mark.parametrize("size", [2, 8, 32, 64, 128])
+def test_other_block_sizes(size: int) -> None:
+    world = attention_world(Case(f"blocks of {size}", SHORT, kv_heads=1, block_size=size, shared=True, window=40))
+    world.check(world.run(KERNELS))
+
+
+def test_numbers_of_query_positions_that_end_anywhere_in_a_tile() -> None:
+    seqs = tuple((queries, queries + 7 * queries % 34) for queries in range(1, 41, 3))
+    world = attention_world(Case("1 to 40", seqs, kv_heads=1, group=3, head_dim=32))
     world.check(world.run(KERNELS))
 
 
@@ -123,7 +142,7 @@ def test_contiguous_addressing_is_the_same_kernel() -> None:
 
 @st.composite
 def ragged(draw: st.DrawFn) -> Case:
-    seqs = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 70)), max_size=4))
+    seqs = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), max_size=4))
     return Case(
         f"drawn {draw(st.integers(0, 1000))}",
         tuple(seqs),
@@ -294,6 +313,13 @@ def test_offsets_beyond_32_bits() -> None:
 
     KERNELS.copy_blocks(pool, torch.tensor([[far[2], 700_000], [far[0], 1_099_998]]))
     assert torch.equal(pool[[700_000, 1_099_998]], near[[3, 1]])
+
+    host = torch.zeros(3, *shape)
+    KERNELS.swap_blocks(pool, host, torch.tensor([[far[2], 0], [far[1], 2]]))
+    assert torch.equal(host[[0, 2]], near[[3, 2]])
+    KERNELS.swap_blocks(host, pool, torch.tensor([[0, 800_000], [2, far[0]]]))
+    assert torch.equal(pool[[800_000, far[0]]], near[[3, 2]])
+    assert not pool[:8].any()
 
 
 # -- what a launcher refuses

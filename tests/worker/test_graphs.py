@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from kilburn.kernels.dispatch import Batch, Kernels
 from kilburn.shared.ledger import MOST_RECORDED_ROWS, recorded_sizes
 from kilburn.shared.sampling import Sampling
 from kilburn.worker.graphs import padded
@@ -106,3 +107,48 @@ def test_prompts_and_larger_batches_are_not_taken() -> None:
     assert tape.num_replayed == 0
     hand.run({0: 1, 1: 1})
     assert tape.num_replayed == 1
+
+
+@pytest.mark.parametrize("works", [0, 1, 2])
+def test_a_recording_that_fails_costs_no_request(works: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whichever size it is: decodes run as if nobody had asked, and the log has one line that says why."""
+    world, tape = World(3), Tape()
+
+    def fails_after(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        if tape.num_recorded == works:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a page of advice")
+        return tape(run)
+
+    world.executor.runner.record(fails_after)
+    assert world.executor.runner.graphs is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.endswith("and so none are: operation not permitted when stream is capturing")
+    world.play()
+    assert tape.num_replayed == 0
+    for seq in world.sequences:
+        assert seq.tokens[len(seq.prompt) :] == oracle(world.model, seq.prompt, seq.sampling, seq.num_output)
+
+
+def test_replays_read_what_was_filled_and_nothing_else() -> None:
+    """Every input of a recorded size lies where it lay: addresses are all that a graph knows."""
+    executor, tape = toy_executor(ToyModel(), max_rows=4), Tape()
+    seen: list[tuple[int, ...]] = []
+    forward = executor.runner.model.forward
+
+    def watched(ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+        tensors = (ids, batch.query_start, batch.context_len, batch.tables, batch.positions, batch.slots)
+        seen.append((len(ids), batch.max_query, batch.max_context, *(tensor.data_ptr() for tensor in tensors)))
+        return forward(ids, pool, batch, kernels)
+
+    executor.runner.model.forward = watched  # type: ignore[method-assign]
+    executor.runner.record(tape)
+    recorded = set(seen)
+    assert len(recorded) == 3
+    hand, greedy = Hand(executor), Sampling(temperature=0.0)
+    for row in range(4):
+        hand.run({row: 3}, (admit(row, [1, 2, 3], [9 * row, 9 * row + 1], greedy),))
+    seen.clear()
+    for rows in (1, 2, 3, 4, 3):
+        hand.run(dict.fromkeys(range(rows), 1))
+    assert tape.num_replayed == 5
+    assert set(seen) <= recorded
