@@ -19,16 +19,17 @@ ROOT = Path(__file__).parent.parent
 
 # Seconds on two cores, with room for a slow and busy machine; their sum is the promise of 25 minutes, install apart.
 BUDGETS_S = {
-    "lint": 60,
-    "architecture": 60,
-    "core": 75,
-    "sim": 245,
-    "wire": 90,
+    "lint": 40,
+    "architecture": 45,
+    "core": 60,
+    "sim": 210,
+    "wire": 60,
     "kernels": 200,
-    "worker": 200,
-    "api": 100,
-    "page": 90,
-    "system": 380,
+    "triton": 280,
+    "worker": 165,
+    "api": 70,
+    "page": 70,
+    "system": 300,
 }
 LAST_WORDS_S = 10.0
 LINT = (

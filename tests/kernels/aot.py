@@ -1,7 +1,8 @@
 """Every Triton kernel compiled for devices that this machine lacks, and its binaries read.
 
     python tests/kernels/aot.py            one row of each kind for each architecture
-    python tests/kernels/aot.py --all      each kernel, each row of the table of tilings, each option
+    python tests/kernels/aot.py --tuned    each kernel, each row of the table of tilings
+    python tests/kernels/aot.py --all      and each option
     python tests/kernels/aot.py --spill    one kernel that cannot fit its registers, to see that this is noticed
 
 A launcher is asked for a Launch with tensors that have no memory, and what it would have run is compiled for the
@@ -33,7 +34,6 @@ from kilburn.kernels.triton.sample import likeliest, sample
 from kilburn.kernels.triton.silu_mul import silu_mul
 from kilburn.kernels.triton.tilings import ARCHITECTURES
 
-HEAD_DIMS = (64, 80, 128, 256)  # 80 stands for 96: the same tile, more of it masked
 MORE = {"spill": {"sm_90": {"maxnreg": 32}}}  # options of the compiler, beside a launch's own
 EIGHT_BITS = {"sm_90": torch.float8_e4m3fn, "sm_100": torch.float8_e4m3fn, "sm_80": torch.int8, "gfx942": torch.int8}
 
@@ -107,23 +107,30 @@ def some(architecture: str) -> Iterator[tuple[str, Launch]]:
     yield from small()
 
 
-def everything(architecture: str) -> Iterator[tuple[str, Launch]]:
+def tuned(architecture: str) -> Iterator[tuple[str, Launch]]:
     yield from small()
     for queries in (1, 32):
-        for head_dim in HEAD_DIMS:
-            yield from named(f"attention {head_dim} x{queries}", attention(architecture, head_dim, queries))
         for head_dim in (64, 128, 256):
+            yield from named(f"attention {head_dim} x{queries}", attention(architecture, head_dim, queries))
             wide = attention(architecture, head_dim, queries, torch.float32)
             yield from named(f"attention {head_dim} x{queries} float32", wide)
-        scaled, kv_dtype = Options(scales=nowhere(2, 8, dtype=torch.float32)), EIGHT_BITS[architecture]
+
+
+def everything(architecture: str) -> Iterator[tuple[str, Launch]]:
+    yield from tuned(architecture)
+    sinks = nowhere(32, dtype=torch.float32)
+    scaled, kv_dtype = Options(scales=nowhere(2, 8, dtype=torch.float32)), EIGHT_BITS[architecture]
+    for queries in (1, 32):
+        # A head that fills no tile; 80 stands for 96.
+        yield from named(f"attention 80 x{queries}", attention(architecture, 80, queries))
         eight = attention(architecture, 128, queries, options=scaled, kv_dtype=kv_dtype)
         yield from named(f"attention 128 x{queries} {kv_dtype}", eight)
     half = attention(architecture, 128, 1, torch.float16, block_size=128)
     yield from named("attention 128 x1 float16, blocks of 128", half)
-    for queries in (1, 32):  # all at once in the one, window apart in the other, since it brings its own loop
-        window, cap, sinks = (1000, 30.0, nowhere(32, dtype=torch.float32)) if queries == 1 else (None, 30.0, None)
-        full = attention(architecture, 128, queries, block_size=8, options=Options(window, cap, sinks))
-        yield from named(f"attention 128 x{queries} {'window, cap, sinks' if window else 'cap'}, blocks of 8", full)
+    capped = attention(architecture, 128, 1, block_size=8, options=Options(None, 30.0, sinks))
+    yield from named("attention 128 x1 cap, sinks, blocks of 8", capped)
+    windowed = attention(architecture, 128, 32, block_size=8, options=Options(1000, 30.0, sinks))
+    yield from named("attention 128 x32 window, cap, sinks, blocks of 8", windowed)
 
 
 def named(name: str, launches: list[Launch]) -> list[tuple[str, Launch]]:
@@ -143,7 +150,7 @@ def spilling(architecture: str) -> Iterator[tuple[str, Launch]]:
     yield "made to spill", dataclasses.replace(rms_norm(x, x.unsqueeze(1), x[0], 1e-6), num_warps=warps)
 
 
-SETS = {"some": some, "all": everything, "spill": spilling}
+SETS = {"some": some, "tuned": tuned, "all": everything, "spill": spilling}
 
 # --- how
 
@@ -177,6 +184,7 @@ def compile_one(which: str, architecture: str, place: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", dest="which", action="store_const", const="all", default="some")
+    parser.add_argument("--tuned", dest="which", action="store_const", const="tuned")
     parser.add_argument("--spill", dest="which", action="store_const", const="spill")
     parser.add_argument("--jobs", type=int, default=2)
     words = parser.parse_args()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Batch, Kernels
+from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.shared.ledger import MOST_RECORDED_ROWS, recorded_sizes
 from kilburn.shared.sampling import Sampling
 from kilburn.worker.graphs import padded
@@ -135,10 +135,10 @@ def test_replays_read_what_was_filled_and_nothing_else() -> None:
     seen: list[tuple[int, ...]] = []
     forward = executor.runner.model.forward
 
-    def watched(ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels) -> Tensor:
+    def watched(ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales) -> Tensor:
         tensors = (ids, batch.query_start, batch.context_len, batch.tables, batch.positions, batch.slots)
         seen.append((len(ids), batch.max_query, batch.max_context, *(tensor.data_ptr() for tensor in tensors)))
-        return forward(ids, pool, batch, kernels)
+        return forward(ids, pool, batch, kernels, scales)
 
     executor.runner.model.forward = watched  # type: ignore[method-assign]
     executor.runner.record(tape)
