@@ -81,6 +81,8 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
         preemption=Preemption(settings.preemption),
         aging_s=settings.aging_seconds,
         prefix_wait_steps=settings.prefix_wait_steps,
+        is_fair=settings.fair,
+        step_target_s=settings.step_target_ms / 1000,
         max_waiting_tokens=settings.max_waiting_tokens,
         queue_s=settings.queue_seconds,
         request_s=settings.request_seconds,

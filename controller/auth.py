@@ -6,6 +6,7 @@ One key a line (or, in an environment variable, between commas):
     alice:sk-...                and the tenant that it belongs to
     alice:sk-...:admin          who may also use the routes for operators
     alice:sha256$5e88...:admin  the same, if the key itself shall not be written down
+    alice:sk-...:weight=3       and her share of the tokens, where --fair gives shares; 1 where none is written
 
 Only SHA-256 digests are kept. Every key is compared in constant time and all of them always, so that the time of an
 answer tells nothing about a key or its place. What this file does not know: routes and headers (api/guard.py).
@@ -31,6 +32,7 @@ class Tenant:
 
     name: str
     is_admin: bool = False
+    weight: float = 1.0
 
 
 ANYONE = Tenant("default", is_admin=True)  # where no keys are set: loopback, one person's machine
@@ -80,7 +82,9 @@ def _entries(lines: Iterable[str], where: str) -> list[tuple[bytes, Tenant]]:
 
 
 def _entry(line: str, where: str) -> tuple[bytes, Tenant]:
-    parts = line.split(":")
+    parts, weight = line.split(":"), 1.0
+    if len(parts) > 2 and parts[-1].startswith("weight="):
+        weight = _weight(parts.pop().removeprefix("weight="), where)
     match parts:
         case [key]:
             name, is_admin = "default", False
@@ -89,13 +93,19 @@ def _entry(line: str, where: str) -> tuple[bytes, Tenant]:
         case [name, key, "admin"]:
             is_admin = True
         case _:
-            raise KeyFault(f"{where} must be KEY, TENANT:KEY or TENANT:KEY:admin")
+            raise KeyFault(f"{where} must be KEY, TENANT:KEY or TENANT:KEY:admin, and :weight=N perhaps")
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
         raise KeyFault(f"{where}: a tenant's name has 1 to 64 letters, digits, '.', '_' or '-'")
     if key.startswith("sha256$"):
         if not re.fullmatch(r"[0-9a-f]{64}", key[7:]):
             raise KeyFault(f"{where}: after sha256$ come 64 hexadecimal digits")
-        return bytes.fromhex(key[7:]), Tenant(name, is_admin)
+        return bytes.fromhex(key[7:]), Tenant(name, is_admin, weight)
     if len(key) < LEAST_CHARS or any(char.isspace() for char in key):
         raise KeyFault(f"{where}: a key has at least {LEAST_CHARS} characters and no blanks")
-    return hashlib.sha256(key.encode()).digest(), Tenant(name, is_admin)
+    return hashlib.sha256(key.encode()).digest(), Tenant(name, is_admin, weight)
+
+
+def _weight(text: str, where: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text) or not float(text):
+        raise KeyFault(f"{where}: a weight is a number above 0 and below 10000, such as weight=2.5")
+    return float(text)

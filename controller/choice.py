@@ -63,6 +63,8 @@ class Ask:
     queue_s: float | None = None
     request_s: float | None = None
     origin: Origin = Origin()
+    tenant: bytes = b""
+    weight: float = 1.0
 
 
 @dataclass(slots=True)

@@ -154,7 +154,8 @@ class Streams:
                     answer.tell(choice)
             self._chronicle.begin(request_id, ask)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
-            self._post(Submit(request_id, *about, queue_s=ask.queue_s, request_s=ask.request_s))
+            times, whose = (ask.queue_s, ask.request_s), (ask.tenant, ask.weight)
+            self._post(Submit(request_id, *about, *times, *whose))
         heard = asyncio.get_running_loop().create_future()
         self._unheard.append(heard)
         try:

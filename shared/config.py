@@ -84,6 +84,10 @@ class ControllerSettings(Settings):
         0.0, Duration(0.0, 86400.0), "longest time of a request in all; 0: no limit; its `timeout` may be less"
     )
     least_priority: int = setting(0, Count(-100, 100), "the most urgent `priority` a request may have; lower is first")
+    fair: bool = setting(False, Switch(), "shares of tokens for tenants, by the weights in the file of API keys")
+    step_target_ms: int = setting(
+        250, Count(0, 60_000), "how long a step with prompts may take while others wait for a token; 0: any time"
+    )
     prefix_wait_steps: int = setting(
         64, Count(0, 10_000), "longest wait, in steps, for a common prefix that another request computes; 0: none"
     )

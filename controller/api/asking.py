@@ -121,7 +121,13 @@ def _bound_candidates(request: Choosing, sampling: Sampling, vocab_size: int) ->
 
 
 def _ask(
-    request: Choosing, prompt: Sequence[int], max_tokens: int, sampling: Sampling, salt: bytes, prefix: str = ""
+    request: Choosing,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: Sampling,
+    salt: bytes,
+    tenant: Tenant,
+    prefix: str = "",
 ) -> Ask:
     return Ask(
         prompt,
@@ -131,6 +137,8 @@ def _ask(
         keep=request.n,
         beams=request.beams,
         priority=request.priority,
+        tenant=tenant.name.encode(),
+        weight=tenant.weight,
         queue_s=request.queue_timeout,
         request_s=request.timeout,
         salt=salt,
@@ -157,7 +165,7 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
         prefix = ""
         if request.echo:
             prefix = prompt if isinstance(prompt, str) else text.decode(ids, request.skip_special_tokens)
-        asks.append(_ask(request, ids, max_tokens, sampling, salt, prefix))
+        asks.append(_ask(request, ids, max_tokens, sampling, salt, tenant, prefix))
     return asks
 
 
@@ -189,7 +197,7 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     _bound_candidates(request, sampling, capacity.vocab_size)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     max_tokens = await fitted(request, wanted, None, len(ids), capacity)
-    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt))
+    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt), tenant)
 
 
 def no_worker(recovery_s: float) -> ApiError:

@@ -54,7 +54,8 @@ class Admission:
         line = self._line
         if line.waiting.aside:
             line.waiting.release(draft.step)
-        while draft.budget:
+        line.waiting.settle(line.running)
+        while draft.room:
             group = line.waiting.head()
             if group is None:
                 return
@@ -216,7 +217,7 @@ class Admission:
 
     def _plan_first(self, draft: Draft, group: Group) -> None:
         for sequence in group.live:
-            if draft.budget and sequence.plan_end > sequence.num_planned:
+            if draft.room and sequence.plan_end > sequence.num_planned:
                 draft.add_chunk(sequence)
 
     def _count(self, group: Group, computed: list[int], effects: list[Effect]) -> None:
@@ -224,6 +225,7 @@ class Admission:
             group.has_started, group.cached_tokens = True, computed[0]
             self._counters.prompt_tokens += group.live[0].num_prompt
             if not isinstance(group, PinGroup):
+                self._line.waiting.served(group, group.num_prompt - computed[0])
                 self._line.num_begun += 1
                 self._line.tokens_begun += group.num_prompt
                 effects.append(Started(group.request_id, computed[0]))

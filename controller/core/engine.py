@@ -43,6 +43,7 @@ from kilburn.controller.core.events import (
     Turned,
     Unpin,
 )
+from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.limits import Clocks, Limit, Outflow, shorter
 from kilburn.controller.core.memory import Memory
@@ -85,7 +86,9 @@ class EngineSettings:
     request_s: float = 0.0  # how long it may take in all; 0: for ever
     most_pinned: float = 0.5  # of a pool, by named prefixes
     preemption: Preemption = Preemption.AUTO
+    step_target_s: float = 0.0  # of a step in which somebody waits for his next token; 0: any
     prefix_wait_steps: int = 64  # at most, that a request waits for a prefix that another computes; 0: none
+    is_fair: bool = False  # tenants get shares of the tokens, and none may have more than half of the queue
     aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
 
 
@@ -116,6 +119,7 @@ class Engine:
         self._leases_began = self._leases_ended = self._laws_broken = 0
         self._num_displaced = self._num_recovered = 0  # requests
         self._is_closing = False
+        self._fairness = Fairness() if settings.is_fair else None
         self._outflow, self._clocks = Outflow(), Clocks()
         self._timeouts = dict.fromkeys(Limit, 0)
         self._now = 0.0  # of the last turn
@@ -210,6 +214,7 @@ class Engine:
         place = Place(submit.priority, self._num_arrivals)
         group = _group(submit, place, Salt(submit.salt, public_run(submit.prompt, self._prefixes.values())))
         group.turn = turn_of(place, now, self.settings.aging_s)
+        group.tenant, group.weight = submit.tenant, submit.weight
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
             effects.append(Started(submit.request_id, 0))
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
@@ -232,6 +237,10 @@ class Engine:
     def _queue_full(self, submit: Submit, now: float) -> Refused | None:
         settings, (num_waiting, num_tokens) = self.settings, self._waiting()
         num_over = num_waiting + 1 - settings.max_waiting
+        if self._fairness is not None:
+            num_its = sum(homeless.group.tenant == submit.tenant for homeless in self._homeless)
+            num_its += self._fairness.num_waiting(submit.tenant)
+            num_over = max(num_over, num_its + 1 - (settings.max_waiting + 1) // 2)
         tokens_over = (
             num_tokens + len(submit.prompt) - settings.max_waiting_tokens if settings.max_waiting_tokens else 0
         )
@@ -365,8 +374,8 @@ class Engine:
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
-        policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps)
-        scheduler = Scheduler(hello, memory, lease.id, *policies)
+        policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
+        scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness)
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
         for prefix in self._prefixes.values():

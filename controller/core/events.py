@@ -51,6 +51,8 @@ class Submit:
     beams: BeamSettings | None = None
     queue_s: float | None = None  # how long it may wait to begin, and
     request_s: float | None = None  # take in all: within what the settings allow
+    tenant: bytes = b""  # whose it is, and
+    weight: float = 1.0  # the share of that tenant, where there are shares
 
     @property
     def width(self) -> int:

@@ -15,6 +15,7 @@ from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.departure import Departure, Way, Why
 from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned, Turn, Turned
+from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
@@ -26,10 +27,10 @@ from kilburn.shared.types import FinishReason
 class Lineup:
     """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
 
-    def __init__(self, memory: Memory, max_rows: int, name: str) -> None:
+    def __init__(self, memory: Memory, max_rows: int, name: str, fairness: Fairness | None = None) -> None:
         self.memory, self.max_rows, self.name = memory, max_rows, name
         self.running: list[Group] = []
-        self.waiting = Turns()
+        self.waiting = Turns(fairness)
         self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
         self.num_begun = self.tokens_begun = 0  # requests that began since somebody last looked, and their prompts
@@ -208,6 +209,7 @@ class Lineup:
 
     def cancel(self, group: Group) -> None:
         """The client left: the whole group ends, silently."""
+        self.waiting.served(group)
         if group in self.running:
             self.take_off(group, State.FINISHED)
         elif group in self.pinned:
@@ -235,6 +237,7 @@ class Lineup:
         """A running sequence is finished; the last of a group takes it off the list."""
         group = sequence.group
         orphans = sequence.followers
+        group.num_drawn_by_ended += sequence.num_generated
         indices = [sequence.index] if group.has_forked else group.indices()
         self.free_rows.append(sequence.leave(State.FINISHED))
         group.live.remove(sequence)
@@ -243,6 +246,7 @@ class Lineup:
                 leader.followers.remove(sequence)
         effects.extend(Finished(group.request_id, index, reason) for index in indices)
         if not group.live:
+            self.waiting.served(group)
             self.ended.append(group)
             self.running.remove(group)
             self._give_back_reserved(group)

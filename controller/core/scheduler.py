@@ -22,9 +22,11 @@ from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.commit import Commit
 from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.events import Effect, Refusal
+from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.leaving import Leaving
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Memory, Moves
+from kilburn.controller.core.pacing import Pacing
 from kilburn.controller.core.policy import Costs, Preemption, longest_limit, most_blocks, victim
 from kilburn.controller.core.prefixes import PinGroup, longest_pin
 from kilburn.controller.core.sequence import Group, Sequence, State
@@ -45,7 +47,10 @@ class Scheduler:
         max_step_tokens: int,
         preemption: Preemption,
         prefix_wait_steps: int = 0,
+        step_target_s: float = 0.0,
+        fairness: Fairness | None = None,
     ) -> None:
+        self.pacing = Pacing(step_target_s)
         self.memory, self.pool = memory, memory.device
         self.costs = Costs(hello.layout.bytes_per_block)
         self._leaving = Leaving(memory, self.costs, preemption)
@@ -53,7 +58,7 @@ class Scheduler:
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.line = Lineup(memory, hello.max_rows, hello.name)
+        self.line = Lineup(memory, hello.max_rows, hello.name, fairness)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed
@@ -123,11 +128,13 @@ class Scheduler:
 
     def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         """The next step, or None where nothing can be planned now."""
-        draft = Draft(Moves(self._next_step), self.max_step_tokens)
+        draft = Draft(Moves(self._next_step), self.max_step_tokens, self.max_step_tokens)
         sequences: list[Sequence] = []
         while not sequences:
             num_running = len(self.line.running)
-            self._plan_chunks(draft, self._plan_decodes(draft, effects))
+            longer = self._plan_decodes(draft, effects)
+            self._pace(draft)
+            self._plan_chunks(draft, longer)
             if not draft.has_preempted:
                 self.admission.admit(draft, effects)
             sequences = draft.chunks + draft.decodes
@@ -235,9 +242,18 @@ class Scheduler:
         # Nobody but the beams holds a block that is not full, and the last of them writes it where it is.
         return num_new + sum(n - 1 for n in holders.values())
 
+    def _pace(self, draft: Draft) -> None:
+        """Bound what this plan computes of prompts by what those who wait for their next token should wait for it."""
+        num_decodes = len(draft.decodes)
+        if self.flights:  # who waits for a commit (beams, say) is in every other plan
+            num_decodes = max(num_decodes, self.flights[-1].num_decodes)
+        most = self.pacing.most_prompt_tokens(num_decodes)
+        if most is not None:
+            draft.prompt_budget = max(most - sum(draft.chunk_counts), 0)
+
     def _plan_chunks(self, draft: Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            if draft.budget and sequence.state is State.RUNNING:
+            if draft.room and sequence.state is State.RUNNING:
                 draft.add_chunk(sequence)
 
     def _make_room(
@@ -320,6 +336,9 @@ class Scheduler:
         flight = self.flights.popleft()
         self.last_commit_at, self.last_step = now, flight.step
         self.sizes.flight_s.observe(now - flight.sent_at)
+        timings = result.timings
+        seconds = timings.apply_s - timings.moves_s + timings.forward_s + timings.sample_s
+        self.pacing.learn(flight.num_decodes, flight.num_chunk_tokens, seconds)
         self._commit.land(flight, result, effects)
 
     # --- laws

@@ -187,6 +187,8 @@ class Group:
         "has_started",
         "live",
         "n",
+        "num_charged",
+        "num_drawn_by_ended",
         "num_draws",
         "num_preempted",
         "num_prompt",
@@ -194,8 +196,10 @@ class Group:
         "request_id",
         "reserved_rows",
         "salt",
+        "tenant",
         "turn",
         "until_step",
+        "weight",
     )
 
     def __init__(
@@ -212,6 +216,8 @@ class Group:
         self.turn: tuple[float, int] = (place.priority, place.arrival)  # when it is admitted: see turns.py
         self.awaits: tuple[Sequence, int] | None = None  # passed over until this one has computed so far, and
         self.until_step: int | None = None  # until this step at most: see turns.py
+        self.tenant, self.weight = b"", 1.0  # whose request it is, and the tenant's share: see fairness.py
+        self.num_charged = self.num_drawn_by_ended = 0  # tokens drawn: those counted, those of sequences that ended
         self.num_prompt = len(prompt)
         self.has_started = False
         self.cached_tokens = 0  # of its prompt, when it first began

@@ -83,6 +83,7 @@ class Draft:
 
     moves: Moves
     budget: int  # positions that may still be planned
+    prompt_budget: int  # of these, positions of prompts
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[Sequence] = field(default_factory=list)
     chunk_counts: list[int] = field(default_factory=list)
@@ -95,16 +96,22 @@ class Draft:
     def step(self) -> int:
         return self.moves.step
 
+    @property
+    def room(self) -> int:
+        """Positions of prompts that may still be planned."""
+        return min(self.budget, self.prompt_budget)
+
     def add_chunk(self, sequence: Sequence) -> None:
         """As much of the known tokens as the budget allows. Their blocks are there since admission."""
         planned = sequence.num_planned
         count = min(len(sequence.tokens), sequence.plan_end) - planned
-        count = min(count, self.budget)
+        count = min(count, self.room)
         self.admit_fresh(sequence)
         self.chunks.append(sequence)
         self.chunk_counts.append(count)
         sequence.num_planned = planned + count
         self.budget -= count
+        self.prompt_budget -= count
 
     def admit_fresh(self, sequence: Sequence) -> None:
         """Begin a new life on the row where one is due."""

@@ -17,13 +17,16 @@ turn = (priority, arrival), and nothing is promised to the low ones.
 Whoever is passed over keeps its turn, and is passed over for so many steps in all and no longer: that is the bound on
 being overtaken. One that was on the rows before never is.
 
+With shares for tenants (fairness.py), the next fresh one is that of the tenant that was served least.
+
 While a returned group waits, no fresh one of equal or lower priority goes before it, whatever their turns. Turns are
 for admission only: who is preempted is decided by place (priority, then arrival), however long anybody has waited.
 """
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.forming import is_filling
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Place, Sequence
@@ -44,7 +47,8 @@ def _by_turn(group: Group) -> tuple[float, int]:
 class Turns:
     """See the file's head. Who is admitted is removed by whoever admits him."""
 
-    def __init__(self) -> None:
+    def __init__(self, fairness: Fairness | None = None) -> None:
+        self._fairness = fairness
         self.pins: list[Group] = []
         self.returned: list[Group] = []
         self.fresh: list[Group] = []
@@ -57,12 +61,18 @@ class Turns:
         """Whom to admit next; None where nobody waits."""
         if self.pins:
             return self.pins[0]
-        fresh = self.fresh[0] if self.fresh else None
+        fresh = self._next_fresh()
         if fresh is None or not self.returned:
             return self.returned[0] if self.returned else fresh
         back = self.returned[0]
         is_urgent = fresh.place.priority < min(group.place.priority for group in self.returned)
         return fresh if is_urgent and fresh.turn < back.turn else back
+
+    def _next_fresh(self) -> Group | None:
+        if not self.fresh:
+            return None
+        # Of equals the first, which is that of the lowest turn.
+        return self.fresh[0] if self._fairness is None else min(self.fresh, key=self._fairness.time_of)
 
     @property
     def num_requests(self) -> int:
@@ -100,12 +110,29 @@ class Turns:
         insort(self._list_of(group), group, key=_by_turn)
         if not isinstance(group, PinGroup):
             self.num_tokens += group.num_prompt
+            if self._fairness is not None:
+                self._fairness.settle(group)
+                self._fairness.waits(group)
 
     def remove(self, group: Group) -> None:
         self._list_of(group).remove(group)
         group.awaits = None
         if not isinstance(group, PinGroup):
             self.num_tokens -= group.num_prompt
+            if self._fairness is not None:
+                self._fairness.waits_no_more(group)
+
+    def served(self, group: Group, num_tokens: int = 0) -> None:
+        """Tokens were computed for a group, and whatever it has drawn."""
+        if self._fairness is not None and not isinstance(group, PinGroup):
+            self._fairness.charge(group, num_tokens)
+            self._fairness.settle(group)
+
+    def settle(self, groups: Iterable[Group]) -> None:
+        """Bring the shares of tenants up to date with those who run."""
+        if self._fairness is not None and self.fresh:
+            for group in groups:
+                self.served(group)
 
     def set_aside(self, group: Group, filler: Sequence, end: int, until_step: int) -> None:
         """Pass over a fresh group until the filler has computed its positions up to `end`, or the step is reached."""
@@ -133,6 +160,8 @@ class Turns:
     def clear(self) -> None:
         for group in self:
             group.awaits = group.until_step = None
+            if self._fairness is not None and not isinstance(group, PinGroup):
+                self._fairness.waits_no_more(group)
         self.pins, self.returned, self.fresh, self.aside, self.num_tokens = [], [], [], [], 0
 
     def _list_of(self, group: Group) -> list[Group]:

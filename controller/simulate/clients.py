@@ -190,7 +190,7 @@ class Clients:
             case Refusal.QUEUE_FULL:
                 others = [len(other.submit.prompt) for other in self.live() if other is not case]
                 most = self.scenario.max_waiting_tokens or sum(others) + len(submit.prompt)
-                holds = len(others) >= self.scenario.max_waiting or sum(others) + len(submit.prompt) > most
+                holds = len(others) >= self._most_waiting(submit) or sum(others) + len(submit.prompt) > most
                 demand(refused.retry_after_s >= 1, "nobody says when to try again", rid)
             case Refusal.QUEUE_TIMEOUT:
                 holds = now - case.at_s >= self.queue_s(case) - 1e-6 and refused.retry_after_s >= 1
@@ -235,6 +235,12 @@ class Clients:
         demand(holds, f"{why}; it should be {len(answer.tokens)}, {answer.reason.value}", rid)
 
     # --- how long they wait
+
+    def _most_waiting(self, submit: Submit) -> int:
+        """How many others must live before a request is refused. Where tenants have shares none has all places."""
+        scenario = self.scenario
+        its = sum(case.submit.tenant == submit.tenant for case in self.live())
+        return its if scenario.is_fair and its >= (scenario.max_waiting + 1) // 2 else scenario.max_waiting
 
     def queue_s(self, case: Case) -> float:
         return min(case.submit.queue_s or FOREVER_S, self.scenario.queue_s or FOREVER_S)

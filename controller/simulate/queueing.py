@@ -27,7 +27,7 @@ class Queueing:
         self._slack = scenario.depth  # plans that a turn may bring
         # Nothing but the line decides: one worker group that never fails, and nobody but requests in its pool.
         is_plain = scenario.faults == Faults() and not scenario.pins and len(scenario.hellos) == 1
-        self._is_strict = is_plain and scenario.shutdown_s is None
+        self._is_strict = is_plain and scenario.shutdown_s is None and not scenario.is_fair
 
     def submitted(self, submit: Submit, now: float) -> None:
         aging_s = self.scenario.aging_s

@@ -78,6 +78,8 @@ class Scenario:
     compute_s: float  # a position computed
     aging_s: float  # of waiting, for a level of priority
     prefix_wait_steps: int
+    is_fair: bool
+    step_target_s: float  # 0: any
     max_waiting_tokens: int  # 0: any
     queue_s: float  # how long a request may wait; 0: for ever
     request_s: float  # how long it may take; 0: for ever
@@ -151,6 +153,8 @@ def draw_scenario(seed: int) -> Scenario:
         move_s=rng.choice((1e-6, 1e-4)),
         compute_s=rng.choice((1e-6, 1e-4)),
         aging_s=Random(seed ^ 0xA9E).choice((0.0, 0.02, 0.2, 60.0)),
+        step_target_s=Random(seed ^ 0x7A6).choice((0.0, 1e-6, 1e-6, 1e-3)),
+        is_fair=Random(seed ^ 0xFA1).random() < 0.15,
         prefix_wait_steps=Random(seed ^ 0xF0).choice((0, 0, 1, 2, 4, 1000)),
         max_waiting_tokens=limits.choice((0,) * 8 + (30, 100)),
         queue_s=limits.choice((0.0,) * 10 + (0.1, 1.0)),
@@ -239,15 +243,18 @@ def _draw_errands(rng: Random, stems: list[list[int]], vocab_size: int, is_crowd
         if rng.random() < beamy:
             beams, sampling = _draw_beams(rng, sampling, vocab_size)
             n, max_tokens = rng.randint(1, beams.width), min(max(max_tokens, 1), 21)
+        priority = rng.choice((0,) * 8 + (-1, 1))
+        salt = rng.choice((b"",) * 6 + (b"tenant", b"tenant", b"other"))
         submit = Submit(
             request_id=number,
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             sampling=sampling,
             n=n,
-            priority=rng.choice((0,) * 8 + (-1, 1)),
-            salt=rng.choice((b"",) * 6 + (b"tenant", b"tenant", b"other")),
+            priority=priority,
+            salt=salt,
             beams=beams,
+            tenant=salt,
         )
         at_s = rng.uniform(0, span_s)
         cancels: tuple[float, ...] = (rng.choice((0.0, rng.uniform(0, 1.0))),) if rng.random() < impatient else ()

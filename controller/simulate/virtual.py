@@ -71,6 +71,8 @@ class World:
                 most_pinned=scenario.most_pinned,
                 preemption=scenario.preemption,
                 aging_s=scenario.aging_s,
+                step_target_s=scenario.step_target_s,
+                is_fair=scenario.is_fair,
                 prefix_wait_steps=scenario.prefix_wait_steps,
                 max_waiting_tokens=scenario.max_waiting_tokens,
                 queue_s=scenario.queue_s,

@@ -16,6 +16,9 @@ from kilburn.shared.messages import Admit, Hello, StepPlan, StepResult
 from kilburn.shared.sampling import Candidates, Draws
 from kilburn.shared.types import FinishReason, LawBroken
 
+LEAST_CHUNK = 16  # tokens of prompts that a step may always have
+SHORTEST_S = 5e-6  # a target below this leaves room for less than that
+
 
 class WorldBroken(LawBroken):
     """The core did what no event justifies. `requests` are those whose story tells why."""
@@ -61,6 +64,7 @@ class Flight:
 
     step: int
     advances: list[tuple[RowView, int | None]]
+    num_chunk_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class LeaseView:
     pins: dict[int, int] = field(default_factory=dict)  # prefixes that were pinned -> blocks
     pin_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prefix -> the blocks of its row
     num_lost: int = 0  # blocks that it lost
+    knows_prompts: bool = False  # what a token of a prompt costs it is known from a result
     preempted: set[int] = field(default_factory=set)  # requests that were, and wait
     heard_s: float = 0.0
 
@@ -108,6 +113,7 @@ class Leases:
         flight = view.flights.pop(0)
         self.accepted_now.add((result.lease, result.step))
         view.num_lost += len(result.lost)
+        view.knows_prompts |= flight.num_chunk_tokens >= LEAST_CHUNK and result.timings.forward_s > 0.0
         for i, (row, position) in enumerate(flight.advances):
             if result.num_tokens[i] and position is not None:
                 self.drawn.update((row.request_id, index, position) for index in row.indices)
@@ -144,8 +150,23 @@ class Leases:
             for i, (row, count) in enumerate(zip(plan.rows, plan.counts, strict=True))
         ]
         _check_beams(advances)
-        view.flights.append(Flight(plan.step, advances))
+        num_chunk_tokens = sum(count for count in plan.counts if count > 1)
+        view.flights.append(Flight(plan.step, advances, num_chunk_tokens))
+        self._check_pace(view, plan, advances, num_chunk_tokens)
         demand(len(view.flights) <= self.scenario.depth, f"{len(view.flights)} plans under way")
+
+    def _check_pace(
+        self, view: LeaseView, plan: StepPlan, advances: list[tuple[RowView, int | None]], num_chunk_tokens: int
+    ) -> None:
+        """Where no step can be short enough, prompts get the least that they always get."""
+        if not 0.0 < self.scenario.step_target_s < SHORTEST_S or not view.knows_prompts:
+            return
+        has_streams = any(
+            count == 1 and position is not None and position > len(row.told.submit.prompt)
+            for (row, position), count in zip(advances, plan.counts, strict=True)
+        )
+        holds = not has_streams or num_chunk_tokens <= LEAST_CHUNK
+        demand(holds, f"{num_chunk_tokens} tokens of prompts, while others wait for their next token")
 
     def _admitted(
         self, view: LeaseView, admit: Admit, requests: Mapping[int, Told], prefixes: Mapping[int, Told]

@@ -146,3 +146,13 @@ async def test_beyond_loopback_keys_are_needed(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--api-key-file"):
         async with running_controller(settings):
             pass
+
+
+def test_a_key_may_have_a_weight() -> None:
+    ring = read_keys("", "alice:sk-alice-0001:weight=3,root:sk-root-00001:admin:weight=0.5,bob:sk-bob-000001")
+    assert ring.tenant_of("sk-alice-0001") == Tenant("alice", weight=3.0)
+    assert ring.tenant_of("sk-root-00001") == Tenant("root", is_admin=True, weight=0.5)
+    assert ring.tenant_of("sk-bob-000001") == Tenant("bob")
+    for wrong in ("weight=0", "weight=-1", "weight=much", "weight=1e9", "weight="):
+        with pytest.raises(KeyFault, match="entry 1: a weight is a number above 0"):
+            read_keys("", f"alice:sk-alice-0001:{wrong}")

@@ -37,7 +37,7 @@ CORE_LAYERS = (
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),
-    ("forming",),
+    ("forming", "pacing", "fairness"),
     ("policy", "beam", "prefixes"),
     ("memory",),
     ("sequence",),

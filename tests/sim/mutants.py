@@ -249,7 +249,7 @@ MUTANTS = [
     one(
         "one token too many", "sequence.py", "limit = len(prompt) + max_tokens - 1", "limit = len(prompt) + max_tokens"
     ),
-    one("the budget is ignored", "step.py", "count = min(count, self.budget)", "count = max(count, 1)"),
+    one("the budget is ignored", "step.py", "count = min(count, self.room)", "count = max(count, 1)"),
     one("stop ids are ignored", "commit.py", "if token in sequence.stop_ids:", "if False:"),
     one(
         "one plan too deep",
@@ -337,6 +337,13 @@ MUTANTS = [
         "limits.py",
         "return min(asked_s, setting_s) if",
         "return max(asked_s, setting_s) if",
+    ),
+    one("a step takes as long as it takes", "scheduler.py", "        if most is not None:", "        if False:"),
+    one(
+        "no prompt goes on beside decodes",
+        "pacing.py",
+        "        return max(int(left_s / self.token_s), LEAST)",
+        "        return 0",
     ),
     # --- whose turn it is
     one("who waits does not rise", "turns.py", "now + place.priority * aging_s if aging_s else", ""),

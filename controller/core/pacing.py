@@ -1,0 +1,58 @@
+"""How much of prompts a step computes while others wait for their next token: seconds, and not only tokens.
+
+    a step   [ decodes: d d d d d d d d ][ prompts: c c c c c c c c ... ]
+             |------- decode_s -------->|------ num x token_s ------->|   together about target_s
+
+Both are learned from results: decode_s from steps without prompts (it grows with the rows, and with their contexts,
+but contexts grow so slowly that an average follows them), token_s from what prompts added to a step. Averages forget by
+a quarter at each observation.
+
+Prompts get what is left of the target, and never less than half of it or than LEAST tokens, so that they always go on:
+a step may then take longer than the target, by half where prompts are computed in steps that decodes alone fill. Where
+nobody waits for a token, nothing is held back.
+"""
+
+LEAST = 16  # tokens
+UNKNOWN = 64  # tokens, of the first step that tells what they cost
+FORGETTING = 0.25
+
+
+class Pacing:
+    """See the file's head. A target of 0 bounds nothing, and nothing is learned."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self.decode_s = 0.0  # of a step of so many decodes:
+        self.num_decodes = 0.0
+        self.token_s = 0.0
+
+    # --- questions
+
+    def most_prompt_tokens(self, num_decodes: int) -> int | None:
+        """How many positions of prompts to plan beside so many decodes; None: any number."""
+        if not self.target_s or not num_decodes:
+            return None
+        if not self.token_s:
+            return UNKNOWN
+        left_s = max(self.target_s - self._decode_s(num_decodes), self.target_s / 2)
+        return max(int(left_s / self.token_s), LEAST)
+
+    def _decode_s(self, num_decodes: float) -> float:
+        """Fewer rows than those observed may take as long: a step has a cost of its own."""
+        return self.decode_s * max(num_decodes / self.num_decodes, 1.0) if self.num_decodes else 0.0
+
+    # --- commands
+
+    def learn(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        """A step took so long."""
+        if not self.target_s or seconds <= 0.0:
+            return
+        if not num_prompt_tokens:
+            weight = FORGETTING if self.num_decodes else 1.0
+            self.decode_s += weight * (seconds - self.decode_s)
+            self.num_decodes += weight * (num_decodes - self.num_decodes)
+        elif num_prompt_tokens >= LEAST:
+            # Where prompts seem to cost nothing the decodes were overestimated: a tenth of the step is theirs at least.
+            added_s = max(seconds - (self._decode_s(num_decodes) if num_decodes else 0.0), seconds / 10)
+            weight = FORGETTING if self.token_s else 1.0
+            self.token_s += weight * (added_s / num_prompt_tokens - self.token_s)
