@@ -4,10 +4,12 @@ Whatever is under way then comes back to nobody, and every block and row is free
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from kilburn.controller.core.events import Arrived, Cancel, Finished, Stop
+from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.sequence import State
 from kilburn.shared.messages import StepFailed
 from kilburn.shared.types import FinishReason
@@ -79,6 +81,43 @@ def homeless(hand: Hand) -> None:
     assert hand.engine.snapshot().homeless_requests == 2
 
 
+def being_swapped_out(hand: Hand) -> None:
+    """The plan that copies its blocks to the host is under way, and so is one that still computes for it."""
+    hand.join(num_blocks=5, num_host_blocks=8)
+    first, second = hand.new_submit(PROMPT, max_tokens=6, n=2), hand.new_submit((1, 2), max_tokens=5)
+    hand.handle(second)
+    hand.handle(first)
+    while not hand.preemptions():
+        hand.land()
+    assert hand.sequence(1).state is State.SWAPPED
+    assert any(plan.swaps_out for plan in hand.worker().plans)
+
+
+def swapped_out(hand: Hand) -> None:
+    being_swapped_out(hand)
+    [step] = [plan.step for plan in hand.worker().plans if plan.swaps_out]
+    while hand.scheduler().last_step < step:
+        hand.land()
+
+
+def being_swapped_in(hand: Hand) -> None:
+    """The plan that copies its blocks back is under way."""
+    being_swapped_out(hand)
+    for block in range(5):
+        hand.pool().withdraw(block)  # nothing of it is found on the device
+    while hand.sequence(1).state is State.SWAPPED:
+        hand.land()
+    assert any(plan.swaps_in for plan in hand.worker().plans)
+
+
+def passed_over(hand: Hand) -> None:
+    """Request 2 is computing the block that both begin with."""
+    hand.join(num_blocks=8)
+    first, second = hand.new_submit(PROMPT, max_tokens=6, n=2), hand.new_submit((0, 1, 2, 3, 9), max_tokens=5)
+    hand.handle(second, first)
+    assert hand.snapshot().waiting_for_prefix == 1
+
+
 STATES = [
     before_the_first_worker,
     waiting_in_line,
@@ -88,6 +127,10 @@ STATES = [
     with_one_choice_ended,
     preempted,
     preempted_and_back,
+    being_swapped_out,
+    swapped_out,
+    being_swapped_in,
+    passed_over,
     homeless,
 ]
 
@@ -104,7 +147,7 @@ def settle(hand: Hand) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("bring", STATES)
 def test_the_client_leaves(bring: Callable[[Hand], None], depth: int) -> None:
-    hand = Hand(settings_of_depth(depth))
+    hand = Hand(replace(settings_of_depth(depth), preemption=Preemption.SWAP))
     bring(hand)
     said = {key for key in hand.log.finished if key[0] == 1}
     effects = hand.cancel(1)
@@ -123,7 +166,7 @@ def test_the_client_leaves(bring: Callable[[Hand], None], depth: int) -> None:
 @pytest.mark.parametrize("bring", STATES)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_stop_strings_in_both_choices(bring: Callable[[Hand], None], depth: int, order: tuple[int, int]) -> None:
-    hand = Hand(settings_of_depth(depth))
+    hand = Hand(replace(settings_of_depth(depth), preemption=Preemption.SWAP))
     bring(hand)
     has_forked = hand.group(1).has_forked
     for index in order:

@@ -339,12 +339,6 @@ MUTANTS = [
         "return max(asked_s, setting_s) if",
     ),
     one("a step takes as long as it takes", "scheduler.py", "        if most is not None:", "        if False:"),
-    one(
-        "no prompt goes on beside decodes",
-        "pacing.py",
-        "        return max(int(left_s / self.token_s), LEAST)",
-        "        return 0",
-    ),
     # --- whose turn it is
     one("who waits does not rise", "turns.py", "now + place.priority * aging_s if aging_s else", ""),
     one(
