@@ -45,7 +45,7 @@ from kilburn.controller.core.events import (
 )
 from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.lease import Lease, LeaseState
-from kilburn.controller.core.limits import Clocks, Limit, Outflow, shorter
+from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiting, shorter
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.placement import Home, choose
 from kilburn.controller.core.policy import Preemption
@@ -463,16 +463,8 @@ class Engine:
             message = "the request's time ran out"
             effects.extend(Finished(request_id, i, FinishReason.TIMEOUT, message) for i in group.indices())
         else:
-            effects.append(self._gave_up_waiting(group, limit, now))
+            effects.append(gave_up_waiting(request_id, limit, self._outflow.wait_s(*self._waiting(), now)))
         self._cancel(request_id)
-
-    def _gave_up_waiting(self, group: Group, limit: Limit, now: float) -> Refused:
-        if limit is Limit.REQUEST:
-            message = "the request's time ran out before it could begin; allow more (timeout, --request-seconds)"
-            return Refused(group.request_id, Refusal.REQUEST_TIMEOUT, message)
-        retry_after_s = self._outflow.wait_s(*self._waiting(), now)
-        message = "the request waited too long to begin; allow more (queue_timeout, --queue-seconds) or try again"
-        return Refused(group.request_id, Refusal.QUEUE_TIMEOUT, message, retry_after_s)
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
         """A home for each group without one, in order of their turns; a word to those who have waited too long."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 
+from kilburn.controller.core.events import Refusal, Refused
+
 WINDOW_S = 30.0  # what "of late" means
 MOST_WAIT_S = 600.0  # nobody is told to stay away for longer
 
@@ -60,6 +62,15 @@ def shorter(setting_s: float, asked_s: float | None) -> float | None:
     if asked_s is None:
         return setting_s or None
     return min(asked_s, setting_s) if setting_s else asked_s
+
+
+def gave_up_waiting(request_id: int, limit: Limit, retry_after_s: int) -> Refused:
+    """What becomes of a request whose time is up before it began."""
+    if limit is Limit.REQUEST:
+        message = "the request's time ran out before it could begin; allow more (timeout, --request-seconds)"
+        return Refused(request_id, Refusal.REQUEST_TIMEOUT, message)
+    message = "the request waited too long to begin; allow more (queue_timeout, --queue-seconds) or try again"
+    return Refused(request_id, Refusal.QUEUE_TIMEOUT, message, retry_after_s)
 
 
 class Clocks:

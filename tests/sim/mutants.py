@@ -329,8 +329,8 @@ MUTANTS = [
     one(
         "whose time is up keeps its blocks",
         "engine.py",
-        "        self._cancel(request_id)\n\n    def _gave",
-        "\n    def _gave",
+        "        self._cancel(request_id)\n\n    def _settle",
+        "\n    def _settle",
     ),
     one(
         "a client may ask for more time",
