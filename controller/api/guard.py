@@ -3,9 +3,14 @@
 Access is a property of the handler that was matched, never of the text of a URL: there is nothing to parse twice and
 differently. A handler that is not in the table is closed to everyone but admins, and an address that matches no
 handler tells a stranger only that a key is wanted.
+
+Without keys only loopback is served, and only under a loopback name: a page of somewhere else can make its own name
+point here, but a browser says by which name it came.
 """
 
 from enum import Enum
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -32,7 +37,16 @@ class Guard:
     def admit(self, request: web.Request) -> Tenant:
         """Who asks. Raises ApiError."""
         access = self._access.get(request.match_info.handler, Access.ADMIN)
-        if access is Access.OPEN or self._keyring.is_empty:
+        if access is Access.OPEN:
+            return ANYONE
+        if self._keyring.is_empty:
+            if not is_loopback_name(request.headers.get("Host", "localhost")):
+                raise ApiError(
+                    403,
+                    "without API keys this server answers to loopback names only: ask http://127.0.0.1, or start it "
+                    "with --api-key-file",
+                    code="forbidden",
+                )
             return ANYONE
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         tenant = self._keyring.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
@@ -49,3 +63,12 @@ class Guard:
             return await handler(request)
 
         return guarded
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a Host header, with or without a port, can only mean the machine that it is said on."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -156,3 +156,40 @@ def test_a_key_may_have_a_weight() -> None:
     for wrong in ("weight=0", "weight=-1", "weight=much", "weight=1e9", "weight="):
         with pytest.raises(KeyFault, match="entry 1: a weight is a number above 0"):
             read_keys("", f"alice:sk-alice-0001:{wrong}")
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1", True),
+        ("127.0.0.1:8000", True),
+        ("localhost:8000", True),
+        ("LOCALHOST", True),
+        ("kilburn.localhost:1", True),
+        ("[::1]:8000", True),
+        ("evil.example", False),
+        ("localhost.evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("user@evil.example", False),
+        ("localhost@evil.example", False),
+        ("192.168.0.7:8000", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+async def test_without_keys_no_other_name_may_point_here(tmp_path: Path, host: str, is_ours: bool) -> None:
+    """A page elsewhere may have its name resolved to 127.0.0.1; the browser then sends that name."""
+    async with served(tmp_path) as world:
+        for path in ("/v1/models", "/metrics", "/map/events", "/nowhere"):
+            async with world.session.get(world.url + path, headers={"Host": host}) as response:
+                assert (response.status == 403) is not is_ours, path
+        async with world.session.get(world.url + "/health", headers={"Host": host}) as response:
+            assert response.status == 200
+
+
+async def test_with_keys_any_name_may(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"alice:{ALICE}\n")
+    async with served(tmp_path, settings={"api_key_file": str(tmp_path / "keys")}) as world:
+        headers = {"Host": "models.example", "Authorization": f"Bearer {ALICE}"}
+        async with world.session.get(world.url + "/v1/models", headers=headers) as response:
+            assert response.status == 200
