@@ -19,16 +19,16 @@ ROOT = Path(__file__).parent.parent
 
 # Seconds on two cores, with room for a slow and busy machine; their sum is the promise of 25 minutes, install apart.
 BUDGETS_S = {
-    "lint": 40,
+    "lint": 35,
     "architecture": 45,
-    "core": 60,
-    "sim": 210,
-    "wire": 60,
-    "kernels": 200,
-    "triton": 280,
-    "worker": 165,
-    "api": 70,
-    "page": 70,
+    "core": 50,
+    "sim": 200,
+    "wire": 50,
+    "kernels": 195,
+    "triton": 345,
+    "worker": 160,
+    "api": 60,
+    "page": 60,
     "system": 300,
 }
 LAST_WORDS_S = 10.0
