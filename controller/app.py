@@ -134,8 +134,9 @@ def _picture(driver: Driver, model_name: str) -> Picture:
     """What the block map shows now."""
     counts = driver.streams.counts
     totals = Totals(counts.prompt_tokens, counts.cached_tokens, counts.output_tokens)
-    now = asyncio.get_running_loop().time()
-    return Picture(model_name, now, driver.engine.block_map(), totals, Rates(), driver.noted.latest())
+    now, found = asyncio.get_running_loop().time(), driver.engine.block_map()
+    trouble = driver.health(found.snapshot).unhealthy or ""
+    return Picture(model_name, now, found, totals, Rates(), driver.noted.latest(), trouble)
 
 
 def _curve_keys(settings: ControllerSettings) -> ControllerKeys | None:

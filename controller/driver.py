@@ -258,7 +258,8 @@ class Driver:
     def health(self, snapshot: Snapshot | None = None) -> Health:
         """What can be expected of this service now. `snapshot`: of this moment, where there is one already."""
         engine, seen = self.engine.settings, snapshot or self.engine.snapshot()
-        return judged(seen, self._loop.time(), self._progress_s, engine.max_waiting, self.fatal.done())
+        limits = engine.max_waiting, engine.max_waiting_tokens
+        return judged(seen, self._loop.time(), self._progress_s, *limits, self.fatal.done())
 
 
 async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:

@@ -29,11 +29,13 @@ class Health:
     unready: str | None
 
 
-def judged(snapshot: Snapshot, now: float, progress_s: float, max_waiting: int, has_failed: bool) -> Health:
-    """`has_failed`: the engine cannot go on and the process is about to end."""
+def judged(
+    snapshot: Snapshot, now: float, progress_s: float, max_waiting: int, max_waiting_tokens: int, has_failed: bool
+) -> Health:
+    """`max_waiting_tokens`: 0 for any. `has_failed`: the engine cannot go on and the process is about to end."""
     dead = "the engine has failed" if has_failed else None
     unhealthy = dead or _unhealthy(snapshot, now, progress_s)
-    return Health(dead, unhealthy, unhealthy or _unready(snapshot, max_waiting))
+    return Health(dead, unhealthy, unhealthy or _unready(snapshot, max_waiting, max_waiting_tokens))
 
 
 def _unhealthy(snapshot: Snapshot, now: float, progress_s: float) -> str | None:
@@ -53,7 +55,7 @@ def _is_stuck(group: GroupSnapshot, now: float, progress_s: float) -> bool:
     return group.unanswered_since is not None and now - group.unanswered_since >= progress_s
 
 
-def _unready(snapshot: Snapshot, max_waiting: int) -> str | None:
-    if snapshot.waiting_requests >= max_waiting:
+def _unready(snapshot: Snapshot, max_waiting: int, max_waiting_tokens: int) -> str | None:
+    if snapshot.waiting_requests >= max_waiting or 0 < max_waiting_tokens <= snapshot.waiting_tokens:
         return "the queue is full"
     return None

@@ -174,9 +174,8 @@ def headline(event: dict[str, Any]) -> Text:
     hits = totals["cached_tokens"] / totals["prompt_tokens"] if totals["prompt_tokens"] else 0.0
     waiting = event["homeless"] + sum(worker["waiting"] for worker in workers)
     filled, owned = (sum(worker[name] for worker in workers) for name in ("filled_slots", "owned_slots"))
-    state = "shutting down" if event["is_closing"] else "ready" if event["can_produce"] else "no worker is ready"
     line = Text(f"{event['model']}  ", "bold")
-    line.append(state, "green" if event["can_produce"] else "bold red")
+    line.append(event["trouble"] or "ready", "bold red" if event["trouble"] else "green")
     line.append(
         f"\n{_rate(rates['output_tokens_per_s'])} tokens/s, {_rate(rates['prompt_tokens_per_s'])} prompt tokens/s;"
         f" {sum(worker['running'] for worker in workers)} running, {waiting} waiting;"

@@ -4,8 +4,8 @@ Access is a property of the handler that was matched, never of the text of a URL
 differently. A handler that is not in the table is closed to everyone but admins, and an address that matches no
 handler tells a stranger only that a key is wanted.
 
-Without keys only loopback is served, and only under a loopback name: a page of somewhere else can make its own name
-point here, but a browser says by which name it came.
+Without keys only loopback is served, and only to its own: a page of somewhere else can make its own name point here, or
+send a form here, but a browser says by which name it came, and from which page.
 """
 
 from enum import Enum
@@ -40,11 +40,11 @@ class Guard:
         if access is Access.OPEN:
             return ANYONE
         if self._keyring.is_empty:
-            if not is_loopback_name(request.headers.get("Host", "localhost")):
+            if not is_from_here(request):
                 raise ApiError(
                     403,
-                    "without API keys this server answers to loopback names only: ask http://127.0.0.1, or start it "
-                    "with --api-key-file",
+                    "without API keys this server answers to loopback names only, and to no page of another address: "
+                    "ask http://127.0.0.1, or start it with --api-key-file",
                     code="forbidden",
                 )
             return ANYONE
@@ -65,10 +65,16 @@ class Guard:
         return guarded
 
 
-def is_loopback_name(host: str) -> bool:
-    """Whether a Host header, with or without a port, can only mean the machine that it is said on."""
+def is_from_here(request: web.Request) -> bool:
+    """Whether the one who asks said a loopback name, and no browser says that a page of elsewhere had it ask."""
+    origin = request.headers.get("Origin", "http://localhost")
+    return is_loopback(origin) and is_loopback("//" + request.headers.get("Host", "localhost"))
+
+
+def is_loopback(url: str) -> bool:
+    """Whether the host of a URL, with or without a port, can only mean the machine that it is said on."""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = urlsplit(url).hostname or ""
         return name == "localhost" or name.endswith(".localhost") or ip_address(name).is_loopback
     except ValueError:
         return False

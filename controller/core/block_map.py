@@ -28,6 +28,7 @@ class Wait(Enum):
     LINE = "those before it"
     ROWS = "free rows"
     BLOCKS = "free blocks"
+    PREFIX = "a prefix that is being computed"
     STEP = "the next step"
 
 
@@ -107,7 +108,8 @@ def request_rows(homes: Iterable[Home], homeless: Sequence[Group]) -> list[Reque
         first = line.waiting.head()
         if first is not None:
             rows.append(_row(first, name, _wait_of_first(home, first)))
-            rows += [_row(group, name, Wait.LINE) for group in line.waiting if group is not first]
+            others = [group for group in line.waiting if group is not first]
+            rows += [_row(group, name, Wait.LINE if group.awaits is None else Wait.PREFIX) for group in others]
     return rows
 
 

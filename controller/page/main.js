@@ -67,7 +67,7 @@ function show(now) {
   if (known.requests.has(picked)) patience = 0;
   else if (patience-- <= 0) picked = null;
   put(element("model"), event.model);
-  state(...(event.is_closing ? ["bad", "shutting down"] : event.can_produce ? ["good", "ready"] : ["bad", "no worker is ready"]));
+  state(...(event.trouble ? ["bad", event.trouble] : ["good", "ready"]));
   element("key").hidden = true;
   document.querySelector("main").hidden = false;
   showPools();

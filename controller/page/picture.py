@@ -50,6 +50,7 @@ class Picture:
     totals: Totals
     rates: Rates
     notes: tuple[LoggedNote, ...]  # the last ones, oldest first
+    trouble: str = ""  # why no tokens can be produced now, as /health says it
 
     def shows_the_same(self, other: "Picture") -> bool:
         """Whether only time has passed."""
@@ -112,8 +113,7 @@ def _always(picture: Picture, number: int) -> dict[str, Any]:
         "number": number,
         "at": round(picture.at, 3),
         "model": picture.model,
-        "can_produce": snapshot.can_produce and not snapshot.is_closing,
-        "is_closing": snapshot.is_closing,
+        "trouble": picture.trouble,
         "leases_began": snapshot.leases_began,
         "leases_ended": snapshot.leases_ended,
         "laws_broken": snapshot.laws_broken,

@@ -35,6 +35,9 @@ CASES: dict[str, tuple[dict[float, list[Event]], float, tuple[str | None, str | 
     "shutting down": ({0: [HELLO, Shutdown()]}, 0, (None, "shutting down", "shutting down")),
     "as many wait as may": ({0: [NARROW], 1: [WORK], 2: [Submit(i, [5], 9, Sampling()) for i in (2, 3)]}, 2, (
         None, None, "the queue is full")),
+    "as many tokens wait as may": ({0: [NARROW], 1: [WORK], 2: [Submit(2, [5] * 6, 9, Sampling())]}, 2, (
+        None, None, "the queue is full")),
+    "fewer tokens wait than may": ({0: [NARROW], 1: [WORK], 2: [Submit(2, [5] * 5, 9, Sampling())]}, 2, OK),
 }  # fmt: skip
 
 
@@ -44,14 +47,14 @@ def test_what_the_probes_say(name: str) -> None:
     engine = Engine(EngineSettings(silence_s=10.0, max_waiting=2))
     for at, events in happened.items():
         engine.handle(events, at)
-    told = judged(engine.snapshot(), asked_at, progress_s=2.0, max_waiting=2, has_failed=False)
+    told = judged(engine.snapshot(), asked_at, progress_s=2.0, max_waiting=2, max_waiting_tokens=6, has_failed=False)
     assert (told.dead, told.unhealthy, told.unready) == expected
 
 
 def test_an_engine_that_failed_is_dead_and_so_nothing_else() -> None:
     engine = Engine(EngineSettings())
     engine.handle([HELLO], 0.0)
-    told = judged(engine.snapshot(), 0.0, 2.0, 9, has_failed=True)
+    told = judged(engine.snapshot(), 0.0, 2.0, 9, 0, has_failed=True)
     assert told.dead == told.unhealthy == told.unready == "the engine has failed"
 
 

@@ -187,6 +187,28 @@ async def test_without_keys_no_other_name_may_point_here(tmp_path: Path, host: s
             assert response.status == 200
 
 
+@pytest.mark.parametrize(
+    ("origin", "is_ours"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost:3000", True),
+        ("https://evil.example", False),
+        ("https://localhost.evil.example", False),
+        ("null", False),
+        ("", False),
+        ("http://[::1", False),
+    ],
+)
+async def test_without_keys_no_page_of_elsewhere_may_ask(tmp_path: Path, origin: str, is_ours: bool) -> None:
+    """A browser sends a form of any page anywhere, and says of which page it was."""
+    async with served(tmp_path) as world:
+        headers = {"Origin": origin, "Content-Type": "text/plain"}
+        body = b'{"prompt": "x", "max_tokens": 1}'
+        async with world.session.post(world.url + "/v1/completions", data=body, headers=headers) as response:
+            assert (response.status == 403) is not is_ours
+            assert "Access-Control-Allow-Origin" not in response.headers
+
+
 async def test_with_keys_any_name_may(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"alice:{ALICE}\n")
     async with served(tmp_path, settings={"api_key_file": str(tmp_path / "keys")}) as world:

@@ -51,6 +51,20 @@ async def test_the_feed_follows_a_request_from_the_door_to_the_end(tmp_path: Pat
         assert (world.feed.costs.events, world.feed.is_looking) == (told, False)
 
 
+async def test_it_says_what_health_says(tmp_path: Path) -> None:
+    """A step that takes long under a steady pulse: a lease alone is not health."""
+    async with served(tmp_path, delay_s=1.0, settings={"progress_seconds": 0.1}) as world, watched(world) as events:
+        assert (await anext(events))["trouble"] == ""
+        asking = asyncio.create_task(world.post("/v1/completions", {"prompt": "x", "max_tokens": 1}))
+        async with asyncio.timeout(5):
+            async for event in events:
+                if event["trouble"]:
+                    break
+        assert event["trouble"] == "work has made no progress for 0.1 s"
+        assert [worker["state"] for worker in event["workers"]] == ["ready"]
+        await asking
+
+
 async def test_a_streamed_answer_says_what_the_map_calls_it(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         body = {"prompt": "x", "max_tokens": 3, "stream": True}
