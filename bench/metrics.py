@@ -25,7 +25,9 @@ from kilburn.controller.core.events import Arrived
 from kilburn.controller.counts import Counts, Pace
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.metrics import Metrics, Sources
+from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.registry import RegistryCounters
+from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Streams
 from kilburn.controller.text import Text
 
@@ -44,10 +46,11 @@ def decoding(num_sequences: int) -> Engine:
 
 
 def metrics_of(engine: Engine, vllm_names: bool) -> Metrics:
-    streams = Streams(lambda event: None, Text.detokenizer)  # type: ignore[arg-type]  # nothing is asked of it
+    chronicle, onlookers = Chronicle(lambda: 0.0), Onlookers()
+    streams = Streams(lambda event: None, Text.detokenizer, chronicle, onlookers)  # type: ignore[arg-type]  # not asked
     link = ControllerLink("tcp://127.0.0.1:0", lambda events: None)
     sources = Sources(
-        engine.snapshot, lambda: 0.0, lambda seen: True, lambda: 0.0, streams, link, RegistryCounters(), ()
+        lambda: 0.0, engine.snapshot, lambda seen: True, lambda: 0.0, streams, link, RegistryCounters(), ()
     )
     return Metrics(sources, vllm_names)
 

@@ -146,7 +146,15 @@ def _curve_keys(settings: ControllerSettings) -> ControllerKeys | None:
     return ControllerKeys.read(folder / "controller.key", folder / "workers.allow")
 
 
-TOLD = ("depth", "max_step_tokens", "max_waiting", "recovery_seconds", "silence_seconds", "step_seconds")
+# Settings that figures are read by: bounds, and times that something is given.
+TOLD = (
+    *("depth", "drain_seconds", "max_step_tokens", "max_waiting", "preemption"),
+    *("progress_seconds", "recovery_seconds", "silence_seconds", "step_seconds"),
+)
+
+
+def _told(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _sources(
@@ -160,7 +168,7 @@ def _sources(
         streams=driver.streams,
         link=link,
         registry=registry.counters,
-        about=tuple((name, f"{getattr(settings, name):g}") for name in TOLD),
+        about=tuple((name, _told(getattr(settings, name))) for name in TOLD),
         model_name=model_name,
     )
 

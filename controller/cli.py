@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kilburn.controller.version import version
 from kilburn.shared import logs
 from kilburn.shared.config import (
     ControllerSettings,
@@ -152,7 +152,7 @@ COMMANDS = {
 
 def overview() -> str:
     rows = "\n".join(f"  kilburn {command.usage:<18} {command.about}" for command in COMMANDS.values())
-    return f"""Kilburn {_version()} serves language models; their KV cache is virtual memory.
+    return f"""Kilburn {version()} serves language models; their KV cache is virtual memory.
 
 {rows}
 
@@ -163,13 +163,6 @@ MODEL is a folder in Hugging Face form (safetensors), a GGUF file, {BUNDLED_NAME
   kilburn --version"""
 
 
-def _version() -> str:
-    try:
-        return version("kilburn")
-    except PackageNotFoundError:  # run from a tree that was never installed
-        return "(not installed)"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
@@ -177,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(overview())
             return 0
         case ["--version" | "-V" | "version", *_]:
-            print(f"kilburn {_version()}")
+            print(f"kilburn {version()}")
             return 0
         case [name, *rest] if name in COMMANDS:
             try:

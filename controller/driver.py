@@ -39,6 +39,7 @@ from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.noted import Noted
+from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.registry import PrefixRegistry
 from kilburn.controller.salts import Salts
 from kilburn.controller.story import Chronicle
@@ -72,7 +73,8 @@ class Driver:
         self.registry = registry
         self.chronicle = Chronicle(asyncio.get_running_loop().time, keeps_tokens)
         self.tracing: Tracing | None = None
-        self.streams = Streams(self.post, text.detokenizer, self.chronicle)
+        self.onlookers = Onlookers()
+        self.streams = Streams(self.post, text.detokenizer, self.chronicle, self.onlookers)
         self.send: Callable[[bytes, FromController], None] = lambda peer, message: None  # until there is a link
         self.vocab_size = text.vocab_size
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -103,7 +105,7 @@ class Driver:
         if type(event) is Submit:
             self.names.used_by(event)
         elif type(event) is Cancel:
-            self.chronicle.cancelled(event.request_id)
+            self.onlookers.tell(self.chronicle.cancelled, event.request_id)
         self._events.append(event)
         if not self._is_booked:
             self._is_booked = True
@@ -115,7 +117,7 @@ class Driver:
             if type(event) is Arrived and type(event.message) is Hello:
                 self._note_hello(event.peer, event.message)
             elif self.tracing is not None and type(event) is Arrived and type(event.message) is StepResult:
-                self.tracing.landed(event.message, self._loop.time())
+                self.onlookers.tell(self.tracing.landed, event.message, self._loop.time())
             self.post(event)
 
     def _note_hello(self, peer: bytes, hello: Hello) -> None:
@@ -161,11 +163,11 @@ class Driver:
         if type(effect) is Send:
             self.send(effect.peer, effect.message)
             if self.tracing is not None and type(effect.message) is StepPlan:
-                self.tracing.sent(effect.message, now)
+                self.onlookers.tell(self.tracing.sent, effect.message, now)
         elif type(effect) is Names:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:
-            self.noted.note(effect, now)
+            self.onlookers.tell(self.noted.note, effect, now)
             self._log(effect)
         elif type(effect) is Pinned:
             self.names.perform(effect)
@@ -175,9 +177,9 @@ class Driver:
         elif type(effect) is Refused and self.names.perform(effect):
             pass
         elif type(effect) is Turned:
-            self.chronicle.note(effect, now)
+            self.onlookers.tell(self.chronicle.note, effect, now)
         else:
-            self.chronicle.note(effect, now)
+            self.onlookers.tell(self.chronicle.note, effect, now)
             self.streams.perform(effect, now)  # type: ignore[arg-type]  # all that are left
 
     def _log(self, note: Note) -> None:

@@ -26,6 +26,7 @@ from kilburn.controller.metrics_groups import GROUP_FIGURES
 from kilburn.controller.metrics_vllm import VLLM_ENGINE, VLLM_SERVICE
 from kilburn.controller.registry import RegistryCounters
 from kilburn.controller.streams import Streams
+from kilburn.controller.version import version
 from kilburn.shared.messages import PROTOCOL_VERSION
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,8 +37,8 @@ GAUGE, COUNTER, HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
 class Sources:
     """Whom a scrape asks."""
 
-    snapshot: Callable[[], Snapshot]
     now: Callable[[], float]  # on the clock that turns the engine
+    snapshot: Callable[[float], Snapshot]  # as of such a time: the engine may not have turned of late
     is_serving: Callable[[Snapshot], bool]  # what /health says
     plan_s: Callable[[], float]  # seconds that the engine has taken so far
     streams: Streams
@@ -65,7 +66,8 @@ class _Reading(Collector):
 
     def collect(self) -> Iterator[Metric]:
         sources = self._sources
-        snapshot, now = sources.snapshot(), sources.now()
+        now = sources.now()
+        snapshot = sources.snapshot(now)
         groups = [((group.name,), group) for group in snapshot.groups]
         yield from families(ENGINE_FIGURES, [((), snapshot)])
         yield from families(EDGE_FIGURES, [((), sources.streams)])
@@ -162,7 +164,7 @@ def _garbage(sources: Sources) -> Values:
 
 
 def _build(sources: Sources) -> Values:
-    return [((python_version(), str(PROTOCOL_VERSION), sources.model_name), 1)]
+    return [((version(), python_version(), str(PROTOCOL_VERSION), sources.model_name), 1)]
 
 
 def _spent(sources: Sources) -> Values:
@@ -170,7 +172,8 @@ def _spent(sources: Sources) -> Values:
 
 
 PROCESS_FIGURES: tuple[Figure[Sources], ...] = (
-    Figure("build_info", GAUGE, "1; what runs here", ("python", "protocol", "model"), _build),
+    Figure("build_info", GAUGE, "1; what runs here", ("version", "python", "protocol", "model"),
+           _build),
     Figure("config_info", GAUGE, "1 for each setting that matters to these figures", ("setting", "value"),
            lambda s: [(pair, 1) for pair in s.about]),
     Figure("controller_seconds", COUNTER, "the controller's time: planning and committing, and the wire", ("phase",),

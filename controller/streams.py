@@ -22,6 +22,7 @@ from kilburn.controller.choice import Ask, Choice, Delta
 from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
 from kilburn.controller.counts import Counts, Pace
 from kilburn.controller.detokenize import Detokenizer
+from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.story import Chronicle
 from kilburn.shared.types import FinishReason
 
@@ -110,10 +111,15 @@ class Streams:
     """The requests that are under way. `post` hands an event to the engine, in this turn of the loop or the next."""
 
     def __init__(
-        self, post: Callable[[Event], None], detokenizer: Callable[[bool], Detokenizer], chronicle: Chronicle
+        self,
+        post: Callable[[Event], None],
+        detokenizer: Callable[[bool], Detokenizer],
+        chronicle: Chronicle,
+        onlookers: Onlookers,
     ) -> None:
         self._post = post
         self._chronicle = chronicle
+        self._tell_onlookers = onlookers.tell
         self._detokenizer = detokenizer
         self.ids = itertools.count(1)  # of whatever the engine is asked for
         self._open: dict[int, _Open] = {}
@@ -152,7 +158,7 @@ class Streams:
             for choice in choices:
                 if choice.has_news:
                     answer.tell(choice)
-            self._chronicle.begin(request_id, ask)
+            self._tell_onlookers(self._chronicle.begin, request_id, ask)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
             times, whose = (ask.queue_s, ask.request_s), (ask.tenant, ask.weight)
             self._post(Submit(request_id, *about, *times, *whose))
@@ -192,7 +198,7 @@ class Streams:
     def _fail(
         self, request_id: int, request: _Open, message: str, now: float, reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        self._chronicle.failed(request_id, message, reason)
+        self._tell_onlookers(self._chronicle.failed, request_id, message, reason)
         for choice in request.choices:
             if choice.finish is None:
                 choice.fail(message, reason)
@@ -218,7 +224,7 @@ class Streams:
             choice = request.choices[effect.index]
             if choice.finish is not None:
                 return
-            request.pace.token(effect.index, now)
+            self._tell_onlookers(request.pace.token, effect.index, now)
             if choice.feed(effect.token, effect.logprobs):
                 self._post(Stop(effect.request_id, effect.index))
                 self._ended(effect.request_id, request, choice, now)
@@ -226,7 +232,7 @@ class Streams:
                 request.answer.tell(choice)
         elif type(effect) is Beam:
             choice = request.choices[effect.index]
-            request.pace.whole(effect.index, len(effect.tokens), now)
+            self._tell_onlookers(request.pace.whole, effect.index, len(effect.tokens), now)
             choice.become(effect)
             self._ended(effect.request_id, request, choice, now)
         elif type(effect) is Finished:
@@ -236,7 +242,7 @@ class Streams:
                 self._ended(effect.request_id, request, choice, now)
         elif type(effect) is Started:
             request.answer.cached_tokens += effect.cached_tokens
-            request.pace.started(request.num_prompt, effect.cached_tokens, now)
+            self._tell_onlookers(request.pace.started, request.num_prompt, effect.cached_tokens, now)
         elif type(effect) is Refused:
             del self._open[effect.request_id]
             request.answer.refused = effect
@@ -248,5 +254,5 @@ class Streams:
         request.answer.num_open -= 1
         if request.num_open == 0:
             del self._open[request_id]
-            request.pace.ended(choice.finish or FinishReason.ERROR, now)
+            self._tell_onlookers(request.pace.ended, choice.finish or FinishReason.ERROR, now)
         request.answer.tell(choice)

@@ -528,9 +528,10 @@ class Engine:
 
     # --- for onlookers, and for the day a law is broken
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, now: float | None = None) -> Snapshot:
+        """All that an onlooker may know. `now`: of whoever asks, where turns may be long ago; None: of the last one."""
         num_waiting, num_tokens = self._waiting()
-        requests_per_s, tokens_per_s = self._outflow.rates(self._now)
+        requests_per_s, tokens_per_s = self._outflow.rates(self._now if now is None else max(now, self._now))
         return Snapshot(
             groups=tuple([group_snapshot(home) for home in self._homes.values()]),
             requests=len(self._groups),

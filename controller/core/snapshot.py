@@ -174,13 +174,6 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         bytes_per_block=hello.layout.bytes_per_block,
         memory=hello.memory,
         max_len=scheduler.max_len,
-        num_blocks=pool.num_blocks,
-        free_blocks=pool.num_free,
-        cached_blocks=pool.num_cached,
-        owned_blocks=pool.num_owned,
-        quarantined_blocks=pool.num_quarantined,
-        shared_blocks=pool.num_shared,
-        shared_refs=pool.num_refs - pool.num_owned,
         filled_slots=sum(sequence.num_computed for sequence in sequences),
         owned_slots=sum(sequence.capacity for sequence in sequences),
         tail_slots=tail_slots((*sequences, *pinned), pool, scheduler.block_size),
@@ -188,14 +181,6 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         waiting_requests=len(scheduler.line.waiting),
         running_sequences=len(sequences),
         flights=len(scheduler.flights),
-        num_host_blocks=memory.host.num_blocks,
-        free_host_blocks=memory.host.num_free,
-        cached_host_blocks=memory.host.num_cached,
-        owned_host_blocks=memory.host.num_owned,
-        quarantined_host_blocks=memory.host.num_quarantined,
-        shared_host_blocks=memory.host.num_shared,
-        pinned_blocks=scheduler.line.num_pinned_blocks,
-        pinned_owned_blocks=len(set(scheduler.line.pinned_blocks)),
         swapped_requests=sum(group.is_swapped for group in scheduler.line.waiting),
         preempted=dict(scheduler.line.preempted),
         waiting_tokens=scheduler.line.waiting.num_tokens,
@@ -206,10 +191,6 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         preempted_by_recompute=scheduler.line.num_recomputed,
         preempted_by_swap=scheduler.line.num_swapped_out,
         swapped_in=scheduler.line.num_swapped_in,
-        blocks_saved=memory.num_saved,
-        host_hits=memory.num_host_hits,
-        evictions=pool.num_evictions,
-        host_evictions=memory.host.num_evictions,
         block_lifetimes_s=pool.lifetimes_s.spread(),
         block_idle_s=pool.idle_s.spread(),
         host_block_lifetimes_s=memory.host.lifetimes_s.spread(),
@@ -221,9 +202,36 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         move_s_per_block=scheduler.costs.move_s_per_block,
         compute_s_per_token=scheduler.costs.compute_s_per_token,
         unanswered_since=scheduler.unanswered_since,
+        **pool_figures(scheduler),
         **counters,
         **reasons,
     )
+
+
+def pool_figures(scheduler: Scheduler) -> dict[str, int]:
+    """Both tiers' blocks, by what has become of them."""
+    pool, memory = scheduler.pool, scheduler.memory
+    return {
+        "num_blocks": pool.num_blocks,
+        "free_blocks": pool.num_free,
+        "cached_blocks": pool.num_cached,
+        "owned_blocks": pool.num_owned,
+        "quarantined_blocks": pool.num_quarantined,
+        "shared_blocks": pool.num_shared,
+        "shared_refs": pool.num_refs - pool.num_owned,
+        "num_host_blocks": memory.host.num_blocks,
+        "free_host_blocks": memory.host.num_free,
+        "cached_host_blocks": memory.host.num_cached,
+        "owned_host_blocks": memory.host.num_owned,
+        "quarantined_host_blocks": memory.host.num_quarantined,
+        "shared_host_blocks": memory.host.num_shared,
+        "pinned_blocks": scheduler.line.num_pinned_blocks,
+        "pinned_owned_blocks": len(set(scheduler.line.pinned_blocks)),
+        "blocks_saved": memory.num_saved,
+        "host_hits": memory.num_host_hits,
+        "evictions": pool.num_evictions,
+        "host_evictions": memory.host.num_evictions,
+    }
 
 
 def waiting_reasons(scheduler: Scheduler) -> dict[str, int]:

@@ -10,6 +10,7 @@ import pytest
 
 from kilburn.controller.choice import Ask
 from kilburn.controller.core.events import Emit, Event, Finished
+from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.simulate.fake_worker import Row, by_oracle
 from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Streams
@@ -99,7 +100,7 @@ async def test_leaving_with_four_choices_frees_all_of_them(tmp_path: Path, num_e
 async def answer_of(logprobs: list[list[float]], keep: int) -> list[tuple[int, str]]:
     """Choice number i says its own number, each token with the log probability given."""
     posted: list[Event] = []
-    streams = Streams(posted.append, byte_level().detokenizer, Chronicle(lambda: 0.0))
+    streams = Streams(posted.append, byte_level().detokenizer, Chronicle(lambda: 0.0), Onlookers())
     task = asyncio.create_task(streams.ask([Ask([5], 9, Sampling(), n=len(logprobs), keep=keep)]))
     await asyncio.sleep(0)
     streams.turn_ended()

@@ -13,6 +13,10 @@ from kilburn.controller.core.events import Beam
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.snapshot import GroupSnapshot, Snapshot
 from kilburn.controller.counts import Counts, Pace
+from kilburn.controller.link import ControllerLink
+from kilburn.controller.metrics import Metrics, Sources
+from kilburn.controller.registry import RegistryCounters
+from kilburn.controller.version import version
 from kilburn.shared.types import FinishReason
 from tests.api.world import World, served
 
@@ -106,6 +110,38 @@ async def test_what_it_says_is_what_the_snapshot_says(tmp_path: Path) -> None:
         assert total(after, "kilburn_inter_token_seconds_count") == 3 * 29
         parts = sum(total(after, f"kilburn_request_{part}_seconds_sum") for part in ("queue", "prefill", "decode"))
         assert parts == pytest.approx(total(after, "kilburn_request_seconds_sum"))
+
+
+async def test_it_says_what_runs_here_and_by_which_settings(tmp_path: Path) -> None:
+    settings = {"preemption": "swap", "drain_seconds": 2.5, "progress_seconds": 7.0, "max_waiting": 33}
+    async with served(tmp_path, settings=settings) as world:
+        found = await samples(world)
+    (build,) = [dict(labels) for name, labels in found if name == "kilburn_build_info"]
+    assert build["version"] == version()
+    assert build["model"] == "toy"
+    told = {dict(labels)["setting"]: dict(labels)["value"] for name, labels in found if name == "kilburn_config_info"}
+    wanted = {"preemption": "swap", "drain_seconds": "2.5", "progress_seconds": "7", "max_waiting": "33"}
+    assert wanted.items() <= told.items()
+
+
+async def test_what_drained_is_as_of_the_scrape_and_not_of_the_last_turn(tmp_path: Path) -> None:
+    async with served(tmp_path) as world:
+        await ask(world)
+        loop = asyncio.get_running_loop()
+        sources = Sources(
+            now=lambda: loop.time() + 1000.0,
+            snapshot=world.driver.engine.snapshot,
+            is_serving=lambda snapshot: True,
+            plan_s=lambda: 0.0,
+            streams=world.driver.streams,
+            link=ControllerLink("tcp://127.0.0.1:0", lambda events: None),
+            registry=RegistryCounters(),
+            about=(),
+        )
+        assert world.driver.engine.snapshot().drained_requests_per_s > 0
+        text = Metrics(sources).text().decode()
+        assert "\nkilburn_drained_requests_per_second 0.0\n" in text
+        assert "\nkilburn_drained_tokens_per_second 0.0\n" in text
 
 
 def the_group(world: World) -> GroupSnapshot:

@@ -7,6 +7,7 @@ import pytest
 
 from kilburn.controller.choice import Ask, Delta
 from kilburn.controller.core.events import Cancel, Emit, Event, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Answer, Streams, TextEffect
 from kilburn.shared.sampling import Sampling
@@ -23,7 +24,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.streams = Streams(self.events.append, TEXT.detokenizer, Chronicle(lambda: 0.0))
+        self.streams = Streams(self.events.append, TEXT.detokenizer, Chronicle(lambda: 0.0), Onlookers())
 
     async def ask(self, *asks: Ask) -> Answer:
         asking = asyncio.ensure_future(self.streams.ask(asks))

@@ -51,6 +51,11 @@ def test_a_full_queue_says_when_to_try_again_by_its_own_rate() -> None:
     assert (seen.waiting_requests, seen.waiting_tokens) == (2, 2)
     assert seen.drained_requests_per_s == pytest.approx(7 / 24)
     hand.run()
+    # Nothing happens any more, and the engine is not turned: what is told falls with the time of whoever asks.
+    later = [hand.engine.snapshot(hand.now + seconds) for seconds in (0.0, 10.0, WINDOW_S + 1.0)]
+    requests, tokens = ([getattr(at, f"drained_{what}_per_s") for at in later] for what in ("requests", "tokens"))
+    for rates in (requests, tokens):
+        assert rates[0] > rates[1] > rates[2] == 0.0
 
 
 def test_the_tokens_that_wait_are_bounded_and_one_alone_may_have_more() -> None:
