@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
+from kilburn.controller.api.malformed import connection_log, hide_software
 from kilburn.controller.api.routes import Service, application
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.controller.core.engine import Engine, EngineSettings
@@ -209,10 +210,12 @@ async def running_controller(
         health=driver.health,
     )
     app = application(service, keyring, settings.max_body)
+    hide_software()
     runner = web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves frees its blocks
         access_log=None,
+        logger=connection_log(),
         max_line_size=MOST_HEADER_BYTES,
         max_field_size=MOST_HEADER_BYTES,
         shutdown_timeout=1.0,

@@ -5,6 +5,7 @@ One key a line (or, in an environment variable, between commas):
     sk-...                      a key
     alice:sk-...                and the tenant that it belongs to
     alice:sk-...:admin          who may also use the routes for operators
+    prometheus:sk-...:metrics   who may read /metrics and nothing else
     alice:sha256$5e88...:admin  the same, if the key itself shall not be written down
     alice:sk-...:weight=3       and her share of the tokens, where --fair gives shares; 1 where none is written
 
@@ -17,9 +18,18 @@ import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 LEAST_CHARS = 8
+
+
+class Role(Enum):
+    """What a key is for. The words are those of a line of keys."""
+
+    USER = "user"  # written by writing none
+    ADMIN = "admin"
+    METRICS = "metrics"
 
 
 class KeyFault(ValueError):
@@ -31,11 +41,15 @@ class Tenant:
     """On whose behalf a request is made."""
 
     name: str
-    is_admin: bool = False
+    role: Role = Role.USER
     weight: float = 1.0
 
+    @property
+    def is_admin(self) -> bool:
+        return self.role is Role.ADMIN
 
-ANYONE = Tenant("default", is_admin=True)  # where no keys are set: loopback, one person's machine
+
+ANYONE = Tenant("default", Role.ADMIN)  # where no keys are set: loopback, one person's machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +101,24 @@ def _entry(line: str, where: str) -> tuple[bytes, Tenant]:
         weight = _weight(parts.pop().removeprefix("weight="), where)
     match parts:
         case [key]:
-            name, is_admin = "default", False
+            name, role = "default", Role.USER
         case [name, key]:
-            is_admin = False
-        case [name, key, "admin"]:
-            is_admin = True
+            role = Role.USER
+        case [name, key, "admin" | "metrics" as word]:
+            role = Role(word)
         case _:
-            raise KeyFault(f"{where} must be KEY, TENANT:KEY or TENANT:KEY:admin, and :weight=N perhaps")
+            raise KeyFault(
+                f"{where} must be KEY, TENANT:KEY, TENANT:KEY:admin or NAME:KEY:metrics, and :weight=N perhaps"
+            )
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
         raise KeyFault(f"{where}: a tenant's name has 1 to 64 letters, digits, '.', '_' or '-'")
     if key.startswith("sha256$"):
         if not re.fullmatch(r"[0-9a-f]{64}", key[7:]):
             raise KeyFault(f"{where}: after sha256$ come 64 hexadecimal digits")
-        return bytes.fromhex(key[7:]), Tenant(name, is_admin, weight)
+        return bytes.fromhex(key[7:]), Tenant(name, role, weight)
     if len(key) < LEAST_CHARS or any(char.isspace() for char in key):
         raise KeyFault(f"{where}: a key has at least {LEAST_CHARS} characters and no blanks")
-    return hashlib.sha256(key.encode()).digest(), Tenant(name, is_admin, weight)
+    return hashlib.sha256(key.encode()).digest(), Tenant(name, role, weight)
 
 
 def _weight(text: str, where: str) -> float:

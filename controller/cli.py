@@ -1,4 +1,4 @@
-"""The command line: `kilburn serve | controller | worker | plan | top | keys`.
+"""The command line: `kilburn serve | controller | worker | plan | top | health | provision | keys`.
 
 A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
 something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is

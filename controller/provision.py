@@ -86,7 +86,7 @@ def _secrets(root: Path, settings: ProvisionSettings) -> str:
     _drawn(root / "grafana" / "admin.password", FOR_OTHERS)
     password = _drawn(root / "redis" / "password", FOR_OTHERS)
     _write(root / "redis" / "redis.conf", f'requirepass {password}\nsave ""\nappendonly no\n', FOR_OTHERS)
-    digests = [f"operator:sha256${_digest(client)}:admin", f"prometheus:sha256${_digest(scraper)}"]
+    digests = [f"operator:sha256${_digest(client)}:admin", f"prometheus:sha256${_digest(scraper)}:metrics"]
     _write(controller / "api.keys", "\n".join([*digests, ""]), FOR_OWNER)
     if not (controller / "server.key").exists():
         _write(controller / "server.key", secrets.token_hex(SERVER_KEY_BYTES), FOR_OWNER)

@@ -109,6 +109,9 @@ def counting(refused: Callable[[str], None]) -> Middleware:
         except web.HTTPRequestEntityTooLarge:
             refused("too_large")
             raise
+        except web.RequestPayloadError:
+            refused(OTHER_REFUSAL)
+            raise
 
     return count
 
@@ -127,6 +130,8 @@ async def every_error(request: web.Request, handler: Handler) -> web.StreamRespo
         if allowed := error.headers.get("Allow"):
             answer.headers["Allow"] = allowed
         return answer
+    except web.RequestPayloadError:  # its words quote the body
+        return response(ApiError(400, "the request body is not what its Content-Encoding or Transfer-Encoding says"))
     except ConnectionError:
         raise  # the client left while it was being written to
     except Exception:

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kilburn.controller.api.errors import ApiError, Handler
-from kilburn.controller.auth import ANYONE, Keyring, Tenant
+from kilburn.controller.auth import ANYONE, Keyring, Role, Tenant
 
 TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 
@@ -24,7 +24,15 @@ TENANT: web.RequestKey[Tenant] = web.RequestKey("tenant", Tenant)
 class Access(Enum):
     OPEN = "open"
     TENANT = "tenant"
+    METRICS = "metrics"  # everybody's figures: for operators, and for a key that opens nothing else
     ADMIN = "admin"
+
+
+_ROLES = {
+    Access.TENANT: {Role.USER, Role.ADMIN},
+    Access.METRICS: {Role.METRICS, Role.ADMIN},
+    Access.ADMIN: {Role.ADMIN},
+}
 
 
 class Guard:
@@ -52,8 +60,8 @@ class Guard:
         tenant = self._keyring.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
         if tenant is None:
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
-        if access is Access.ADMIN and not tenant.is_admin and request.match_info.http_exception is None:
-            raise ApiError(403, "this route is for admin keys", code="forbidden")
+        if tenant.role not in _ROLES[access] and request.match_info.http_exception is None:
+            raise ApiError(403, _closed(access, tenant), code="forbidden")
         return tenant
 
     def middleware(self) -> Middleware:
@@ -63,6 +71,14 @@ class Guard:
             return await handler(request)
 
         return guarded
+
+
+def _closed(access: Access, tenant: Tenant) -> str:
+    if tenant.role is Role.METRICS:
+        return "this key may read /metrics and nothing else"
+    if access is Access.METRICS:
+        return "/metrics is for admin keys, and for keys of its own (NAME:KEY:metrics in the file of keys)"
+    return "this route is for admin keys"
 
 
 def is_from_here(request: web.Request) -> bool:

@@ -18,6 +18,7 @@ from kilburn.controller.api.checks import read_as, read_json
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error, failure, refusal
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Layout, to_json
+from kilburn.controller.api.malformed import SERVER_NAME
 from kilburn.controller.api.messages import for_template
 from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -278,7 +279,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("DELETE", "/v1/prefixes/{name}", prefixes.delete, Access.TENANT),
         ("POST", "/tokenize", routes.tokenize, Access.TENANT),
         ("POST", "/detokenize", routes.detokenize, Access.TENANT),
-        ("GET", "/metrics", routes.metrics, Access.TENANT),
+        ("GET", "/metrics", routes.metrics, Access.METRICS),
         ("GET", "/debug/requests/{id}", routes.debug_request, Access.ADMIN),
         ("GET", "/health", routes.health, Access.OPEN),
         ("GET", "/ready", routes.ready, Access.OPEN),
@@ -296,6 +297,6 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "kilburn"  # not which versions of what are at work here
+    response.headers["Server"] = SERVER_NAME  # not which versions of what are at work here
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]

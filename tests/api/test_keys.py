@@ -7,24 +7,28 @@ from pathlib import Path
 import pytest
 
 from kilburn.controller.app import running_controller
-from kilburn.controller.auth import KeyFault, Keyring, Tenant, read_keys
+from kilburn.controller.auth import KeyFault, Keyring, Role, Tenant, read_keys
 from kilburn.controller.page.routes import page_files
 from kilburn.shared.config import ControllerSettings
 from kilburn.shared.keys import SettingError
 from tests.api.vocabularies import write_folder
 from tests.api.world import World, served
 
-ALICE, ROOT = "sk-alice-0001", "sk-root-00002"
+ALICE, ROOT, SCRAPER = "sk-alice-0001", "sk-root-00002", "sk-scraper-03"
 
 
 def test_keys_from_file_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     digest = hashlib.sha256(b"sk-hashed-key").hexdigest()
-    file.write_text(f"# ours\n\nalice:{ALICE}\nroot:{ROOT}:admin\n  ops:sha256${digest}:admin\n")
+    lines = [
+        "# ours", "", f"alice:{ALICE}", f"root:{ROOT}:admin", f"  ops:sha256${digest}:admin", f"p:{SCRAPER}:metrics"
+    ]  # fmt: skip
+    file.write_text("\n".join(lines))
     ring = read_keys(str(file), "sk-inline-key, bob:sk-bob-00003")
     assert ring.tenant_of(ALICE) == Tenant("alice")
-    assert ring.tenant_of(ROOT) == Tenant("root", is_admin=True)
-    assert ring.tenant_of("sk-hashed-key") == Tenant("ops", is_admin=True)
+    assert ring.tenant_of(ROOT) == Tenant("root", Role.ADMIN)
+    assert ring.tenant_of("sk-hashed-key") == Tenant("ops", Role.ADMIN)
+    assert ring.tenant_of(SCRAPER) == Tenant("p", Role.METRICS)
     assert ring.tenant_of("sk-inline-key") == Tenant("default")
     assert ring.tenant_of("sk-bob-00003") == Tenant("bob")
     for wrong in ("", ALICE[:-1], ALICE + "x", ALICE.upper(), digest, f"sha256${digest}", "\udcff"):
@@ -39,7 +43,7 @@ def test_keys_from_file_and_environment(tmp_path: Path) -> None:
         ("short", "entry 1: a key has at least 8"),
         ("a:b:c:d", "entry 1 must be"),
         ("good-key-1,a b:good-key-2", "entry 2: a tenant's name"),
-        ("alice:good-key-1:root", "entry 1 must be"),
+        ("alice:good-key-1:root", "entry 1 must be KEY, TENANT:KEY, TENANT:KEY:admin or NAME:KEY:metrics"),
         ("sha256$abc", "64 hexadecimal"),
         ("alice:with blank", "no blanks"),
     ],
@@ -126,8 +130,6 @@ async def test_no_route_is_open_but_health(tmp_path: Path) -> None:
             assert (await world.post("/v1/completions", body, headers=headers))[0] == 200
             async with world.session.get(world.url + "/nowhere", headers=headers) as response:
                 assert response.status == 404
-            async with world.session.get(world.url + "/metrics", headers=headers) as response:
-                assert response.status == 200
         for path in (
             "//health",
             "/health/../v1/models",
@@ -138,6 +140,28 @@ async def test_no_route_is_open_but_health(tmp_path: Path) -> None:
             async with world.session.get(world.url + path) as response:
                 assert response.status in (401, 200)
                 assert "object" not in await response.json()
+
+
+async def test_figures_of_everybody_are_for_operators_and_for_keys_that_open_nothing_else(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"alice:{ALICE}\nroot:{ROOT}:admin\nprometheus:{SCRAPER}:metrics\n")
+    async with served(tmp_path, settings={"api_key_file": str(keys)}) as world:
+
+        async def asked(key: str, method: str, path: str) -> tuple[int, str]:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with world.session.request(method, world.url + path, headers=headers) as response:
+                return response.status, await response.text()
+
+        assert (await asked(ROOT, "GET", "/metrics"))[0] == 200
+        status, text = await asked(SCRAPER, "GET", "/metrics")
+        assert (status, "kilburn_blocks" in text) == (200, True)
+        status, text = await asked(ALICE, "GET", "/metrics")
+        assert (status, "NAME:KEY:metrics" in text, "kilburn_blocks" in text) == (403, True, False)
+        opened = {"/health", "/ready", "/live", "/metrics", *page_files()}
+        for method, path in [route for route in every_route(world) if route[1] not in opened and route[0] != "HEAD"]:
+            status, text = await asked(SCRAPER, method, path.replace("{name}", "tone").replace("{id}", "cmpl-1"))
+            assert (status, "/metrics and nothing else" in text) == (403, True), path
+        assert (await asked(SCRAPER, "GET", "/nowhere"))[0] == 404
 
 
 async def test_beyond_loopback_keys_are_needed(tmp_path: Path) -> None:
@@ -151,7 +175,7 @@ async def test_beyond_loopback_keys_are_needed(tmp_path: Path) -> None:
 def test_a_key_may_have_a_weight() -> None:
     ring = read_keys("", "alice:sk-alice-0001:weight=3,root:sk-root-00001:admin:weight=0.5,bob:sk-bob-000001")
     assert ring.tenant_of("sk-alice-0001") == Tenant("alice", weight=3.0)
-    assert ring.tenant_of("sk-root-00001") == Tenant("root", is_admin=True, weight=0.5)
+    assert ring.tenant_of("sk-root-00001") == Tenant("root", Role.ADMIN, weight=0.5)
     assert ring.tenant_of("sk-bob-000001") == Tenant("bob")
     for wrong in ("weight=0", "weight=-1", "weight=much", "weight=1e9", "weight="):
         with pytest.raises(KeyFault, match="entry 1: a weight is a number above 0"):
