@@ -35,12 +35,14 @@ OVERVIEW = Dashboard(
             Panel("Serving", "1 while tokens can be produced: a worker is ready and makes progress. At 0 look at "
                   "Workers and leases, and at the worker's log.", "none", Query("min(kilburn_up_to_serve{$I})"),
                   look=NUMBER, columns=4),
-            Panel("Requests open", "Requests that were taken and have not ended.", "short",
+            Panel("Requests open", "Requests that were taken and have not ended. Rising without falling "
+                  "back: more comes than is done; see Latency for what they wait for.", "short",
                   Query("sum(kilburn_requests{$I})"), look=NUMBER, columns=5),
             Panel("First token, p95", "Of the last interval. Users feel this one first; where it is high, see Latency "
                   "for whether requests queue or prompts take long.", "s",
                   Query(quantile(0.95, "kilburn_first_token_seconds")), look=NUMBER, columns=5),
-            Panel("Tokens given", "Per second, to all clients together.", "short",
+            Panel("Tokens given", "Per second, to all clients together. Falls while requests are open: see Workers and "
+                  "leases, Where a step's time goes.", "short",
                   Query("sum(rate(kilburn_output_tokens_total{$I}[$R]))"), look=NUMBER, columns=5),
             Panel("Pool in use", "Device blocks that somebody owns, of all. Near 100 % requests wait or are preempted: "
                   "raise --kv-memory or add a worker.", "percentunit",
@@ -97,7 +99,8 @@ BLOCK_POOL = Dashboard(
                   "have much in common: their beginnings differ (a date, a name), or salts keep them apart.",
                   "percentunit", Query("avg by (group) (kilburn_sharing_ratio{$G})", "{{group}}")),
             Panel("Copies on write", "Blocks copied since a sequence wrote what others hold: at forks of n > 1, in "
-                  "beam search, and behind named prefixes.", "ops",
+                  "beam search, and behind named prefixes. Many in every step cost the worker time: ask for fewer "
+                  "beams or choices.", "ops",
                   Query(rate("kilburn_block_copies_total"), "copies")),
         )),
         Section("The prefix cache", (
@@ -129,7 +132,8 @@ BLOCK_POOL = Dashboard(
                   Query('sum by (mode, what) (rate(kilburn_preemption_seconds_total{$G}[$R])) / ignoring (what) '
                         'group_left sum by (mode) (rate(kilburn_preemptions_returned_total{$G}[$R]))',
                         "{{mode}}, {{what}}")),
-            Panel("Swap bandwidth", "Bytes that moved between the pools, each way.", "Bps",
+            Panel("Swap bandwidth", "Bytes that moved between the pools, each way. At the limit of the link (PCIe) "
+                  "requests wait for their blocks: lower --max-rows, or raise --kv-memory.", "Bps",
                   Query(rate("kilburn_swap_bytes_total", "direction"), "{{direction}}")),
             Panel("Time of moves", "The worker's seconds per second for swaps and copies. Near 1 it does nothing else: "
                   "a smaller host pool, or --preemption recompute.", "percentunit",
@@ -137,8 +141,9 @@ BLOCK_POOL = Dashboard(
             Panel("Blocks swapped", "Swap traffic in blocks, each way. Far more out than in for long: requests "
                   "leave faster than they come back.", "ops",
                   Query(rate("kilburn_swap_blocks_total", "direction"), "{{direction}}")),
-            Panel("What the choice goes by", "What this worker has shown a moved block and a computed token to take.",
-                  "s", Query("avg by (group) (kilburn_move_block_seconds{$G})", "a block, {{group}}"),
+            Panel("What the choice goes by", "What this worker has shown a moved block and a computed token to take. A "
+                  "block that takes longer than its tokens: swapping does not pay, and auto recomputes.", "s",
+                  Query("avg by (group) (kilburn_move_block_seconds{$G})", "a block, {{group}}"),
                   Query("avg by (group) (kilburn_compute_token_seconds{$G})", "a token, {{group}}")),
         )),
     ),
@@ -157,7 +162,8 @@ LATENCY = Dashboard(
             Panel("Waiting, by reason", "What those who wait, wait for. blocks: memory; rows: --max-rows; budget: "
                   "--max-step-tokens; preempted: one that was preempted goes first; prefix: somebody computes it.",
                   "short", Query("sum by (reason) (kilburn_requests_waiting{$G})", "{{reason}}"), look=STACKED),
-            Panel("Tokens that wait", "Known tokens of those who wait: the work before the last of them.", "short",
+            Panel("Tokens that wait", "Known tokens of those who wait: the work before the last of them. High with "
+                  "few who wait: long prompts; bound them with --max-waiting-tokens, or add workers.", "short",
                   Query("sum(kilburn_waiting_tokens{$G})", "tokens")),
             Panel("Prompt lengths", "Of requests that began. Where they have become longer, so has everything before "
                   "the first token.", "short", *quantiles("kilburn_request_prompt_tokens")),
@@ -174,7 +180,8 @@ LATENCY = Dashboard(
                   "blocks for long.", "short",
                   *quantiles("kilburn_request_output_tokens")),
             Panel("Where time goes", "Seconds per second that requests spend queueing, in prefill and decoding: the "
-                  "number of requests that do so on average.", "short",
+                  "number of requests that do so on average. Mostly queue: add room or workers; mostly prefill: "
+                  "prompts are long or seldom cached.", "short",
                   Query("sum(rate(kilburn_request_queue_seconds_sum{$I}[$R]))", "queue"),
                   Query("sum(rate(kilburn_request_prefill_seconds_sum{$I}[$R]))", "prefill"),
                   Query("sum(rate(kilburn_request_decode_seconds_sum{$I}[$R]))", "decode"), look=STACKED),
@@ -192,7 +199,8 @@ WORKERS = Dashboard(
         Section("Leases", (
             Panel("Leases by state", "suspect: silent for half of what is allowed. None ready: nothing is served.",
                   "short", Query("sum by (state) (kilburn_leases{$I})", "{{state}}"), look=STACKED),
-            Panel("Leases given and ended", "Ends that nobody asked for: look for the reason in the log.", "ops",
+            Panel("Leases given and ended", "Within the last interval. Ends that nobody asked for: look for the "
+                  "reason in the log.", "short",
                   Query("sum(increase(kilburn_leases_began_total{$I}[$R]))", "given"),
                   Query("sum(increase(kilburn_leases_ended_total{$I}[$R]))", "ended")),
             Panel("Silence", "Since each worker group was last heard. Should stay near --beat-seconds; at "
@@ -227,7 +235,8 @@ WORKERS = Dashboard(
                   "percentunit",
                   Query(f'{rate("kilburn_step_budget_ratio_sum")} / {rate("kilburn_step_budget_ratio_count")}', "mean"),
                   Query(quantile(0.5, "kilburn_step_budget_ratio", "", "$G"), "p50")),
-            Panel("Sequences and flights", "Sequences in the batch, and plans under way.", "short",
+            Panel("Sequences and flights", "Sequences in the batch, and plans under way. Flights that stay at 0 or "
+                  "1 with --depth above 1: the controller plans too late; see its processor below.", "short",
                   Query("sum(kilburn_sequences_running{$G})", "sequences"),
                   Query("sum(kilburn_flights{$G})", "flights")),
             Panel("Tokens computed", "Prompt tokens of requests that began, and tokens drawn, per second.", "short",
@@ -239,14 +248,16 @@ WORKERS = Dashboard(
                   "megabytes are a surprise.", "Bps",
                   Query("sum(rate(kilburn_link_bytes_in_total{$I}[$R]))", "in"),
                   Query("sum(rate(kilburn_link_bytes_out_total{$I}[$R]))", "out")),
-            Panel("What does not belong there", "Frames that were no messages, and messages of peers without a lease. "
-                  "More than a few: who connects to --bind?", "ops",
+            Panel("What does not belong there", "Frames that were no messages, and messages of peers without a lease, "
+                  "within the last interval. More than a few: who connects to --bind?", "short",
                   Query("sum by (kind) (increase(kilburn_link_garbage_total{$I}[$R]))", "garbage, {{kind}}"),
                   Query("sum(increase(kilburn_link_strangers_total{$I}[$R]))", "strangers")),
-            Panel("The controller's memory and processor", "Resident memory, and processor seconds per second. Near 1 "
-                  "second per second the controller is what limits throughput.", "short",
-                  Query("sum(kilburn_process_resident_memory_bytes{$I}) / 1048576", "memory, MiB"),
-                  Query("sum(rate(kilburn_process_cpu_seconds_total{$I}[$R]))", "processor, s/s")),
+            Panel("The controller's memory", "Resident. It follows the requests that are open; growing without them is "
+                  "a leak: keep the log, and tell us.", "bytes",
+                  Query("sum(kilburn_process_resident_memory_bytes{$I})", "memory")),
+            Panel("The controller's processor", "Of one core, as a share. Near 100 % the controller is what limits "
+                  "throughput: a faster core, or several controllers.", "percentunit",
+                  Query("sum(rate(kilburn_process_cpu_seconds_total{$I}[$R]))", "processor")),
             Panel("Memory of workers", "By the rows of their ledger; it does not change while they run. `kilburn plan` "
                   "says what would fit.", "bytes",
                   Query("sum by (group, part) (kilburn_memory_bytes{$G})", "{{group}}, {{part}}"), look=STACKED),
@@ -265,12 +276,14 @@ REGISTRY = Dashboard(
                   "not seen.", "none", Query("min(kilburn_registry_up{$I})", "up")),
             Panel("Time of a turn", "Writing what is new and reading the names. Seconds: Redis is slow, or far away.",
                   "s", *quantiles("kilburn_registry_turn_seconds")),
-            Panel("Turns that failed", "Redis did not answer in time, or with an error.", "ops",
+            Panel("Turns that failed", "Redis did not answer in time, or with an error. More than now and then: "
+                  "look at Redis and the network to it; hits on what others hold are lost meanwhile.", "ops",
                   Query("sum(rate(kilburn_registry_failures_total{$I}[$R]))", "failures")),
             Panel("Entries sent", "Hints and names that Redis took, and hints that were dropped since it did not.",
                   "ops", Query("sum(rate(kilburn_registry_sent_total{$I}[$R]))", "sent"),
                   Query("sum(rate(kilburn_registry_dropped_total{$I}[$R]))", "dropped")),
-            Panel("Names", "Named prefixes that the registry holds, of all controllers.", "short",
+            Panel("Names", "Named prefixes that the registry holds, of all controllers. A sudden fall: Redis was "
+                  "flushed or began anew; only growing: delete names that nobody uses.", "short",
                   Query("max(kilburn_registry_names{$I})", "names")),
             Panel("Entries not believed", "Not signed with our key, or senseless. Controllers with another "
                   "--server-key-file, or somebody who writes into this Redis.", "ops",
