@@ -16,7 +16,7 @@ COPY worker worker
 COPY controller controller
 
 FROM source AS build-controller
-RUN pip --python /opt/kilburn/bin/python install -c constraints.txt .
+RUN pip --python /opt/kilburn/bin/python install -c constraints.txt ".[tracing]"
 
 FROM source AS build-worker
 RUN pip --python /opt/kilburn/bin/python install -c constraints.txt ".[worker]" \

@@ -44,7 +44,7 @@ ABOUT_TOP = (
     "What a running server's memory and requests look like, in this terminal; the page at its address shows the same."
 )
 ABOUT_PROVISION = """Makes what the services of compose.yaml need before their first start: a model that is ready, and
-every key, in a folder for each service. What is there already stays as it is."""
+every key, in a folder for each service. Secrets and lines of api.keys that are there already stay as they are."""
 ABOUT_HEALTH = "Asks a server how it is, and ends with status 0 where it is well: for probes of containers."
 ABOUT_KEYS = """usage: kilburn keys new FOLDER [WORKER ...]
 

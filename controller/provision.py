@@ -1,22 +1,26 @@
 """What a fresh installation needs before its first start, made once: a model that is ready, and every key.
 
     models/      the prepared model, and `current`, a link to it
-    controller/  CURVE keys and allow-list, digests of API keys, the server's key, controller.toml      the controller's
+    controller/  CURVE keys and allow-list, api.keys, the server's key, controller.toml                 the controller's
     worker/      worker.key                                                                               the workers'
     redis/  prometheus/  grafana/       what each of these is to know, and nothing else
-    client/api.key                      for whoever asks; it is printed, too
+    client/api.key                      for whoever asks; where it lies is printed, and never the key: output is logged
 
 Each folder is one volume that only its owner mounts, read-only: that is what keeps one service's secrets from the
-others. So files of services that run as other users may be readable to all. Nothing that is there is made anew: running
-this again changes nothing, save that a part which is missing is made.
+others. So files of services that run as other users may be readable to all.
 
-What this file does not know: containers.
+Running this again draws no secret anew and keeps every line of api.keys: operators write theirs there. A secret that is
+missing is drawn, and its line in api.keys takes the place of the old one. Derived, and so written each time: `current`,
+controller.toml and redis.conf, which follow from the settings and the secrets.
+
+What this file does not know: containers, save how the key is read where compose.yaml runs it.
 """
 
 import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from kilburn.controller.link import new_keys
@@ -27,6 +31,7 @@ from kilburn.shared.keys import ALLOW_FILE, CONTROLLER_FILE, SettingError
 WORKER = "worker"
 FOR_OWNER, FOR_OTHERS = 0o600, 0o644
 SERVER_KEY_BYTES = 32
+DERIVED = "# written anew by each kilburn provision"
 
 
 def run_provision(settings: ProvisionSettings) -> int:
@@ -43,7 +48,7 @@ def run_provision(settings: ProvisionSettings) -> int:
     _curve_keys(root)
     print(f"keys        {root / 'controller'}, {root / WORKER}")
     key = _secrets(root, settings)
-    print(f"API key     {key}")
+    print(f"API key     in {key}; of compose.yaml: docker compose run --rm prepare cat {key}")
     return 0
 
 
@@ -78,26 +83,38 @@ def _curve_keys(root: Path) -> None:
     (controller / made.name).unlink()
 
 
-def _secrets(root: Path, settings: ProvisionSettings) -> str:
-    """API keys, passwords, and the settings that carry them. Returns the client's key."""
-    controller = root / "controller"
-    client = _drawn(root / "client" / "api.key", FOR_OWNER)
-    scraper = _drawn(root / "prometheus" / "scrape.key", FOR_OTHERS)
+def _secrets(root: Path, settings: ProvisionSettings) -> Path:
+    """API keys, passwords, and the settings that carry them. Returns where the client's key lies."""
+    controller, client = root / "controller", root / "client" / "api.key"
+    scraper = root / "prometheus" / "scrape.key"
+    ours = ((client, FOR_OWNER, "operator", "admin"), (scraper, FOR_OTHERS, "prometheus", "metrics"))
+    _api_keys(controller / "api.keys", ours)
     _drawn(root / "grafana" / "admin.password", FOR_OTHERS)
     password = _drawn(root / "redis" / "password", FOR_OTHERS)
-    _write(root / "redis" / "redis.conf", f'requirepass {password}\nsave ""\nappendonly no\n', FOR_OTHERS)
-    digests = [f"operator:sha256${_digest(client)}:admin", f"prometheus:sha256${_digest(scraper)}:metrics"]
-    _write(controller / "api.keys", "\n".join([*digests, ""]), FOR_OWNER)
+    _write(root / "redis" / "redis.conf", f'{DERIVED}\nrequirepass {password}\nsave ""\nappendonly no\n', FOR_OTHERS)
     if not (controller / "server.key").exists():
         _write(controller / "server.key", secrets.token_hex(SERVER_KEY_BYTES), FOR_OWNER)
     name = settings.served_model_name or public_name(settings.model)
     redis = f'redis = "redis://:{password}@{settings.redis_host}:{settings.redis_port}/0"'
-    _write(controller / "controller.toml", f'served_model_name = "{name}"\n{redis}\n', FOR_OWNER)
+    _write(controller / "controller.toml", f'{DERIVED}\nserved_model_name = "{name}"\n{redis}\n', FOR_OWNER)
     return client
 
 
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode()).hexdigest()
+def _api_keys(keys: Path, ours: Sequence[tuple[Path, int, str, str]]) -> None:
+    """Keys in their files, (file, mode, name, role), and their digests among `keys`, whose other lines stay.
+
+    Where both are there nothing is done: a line that somebody took out or changed is not put back.
+    """
+    is_new = not keys.exists()
+    lines = [] if is_new else keys.read_text(encoding="utf-8").splitlines()
+    missing = [each for each in ours if is_new or not each[0].exists()]
+    if not missing:
+        return
+    for file, mode, name, role in missing:
+        digest = hashlib.sha256(_drawn(file, mode).encode()).hexdigest()
+        lines = [line for line in lines if not line.strip().startswith(f"{name}:")]
+        lines.append(f"{name}:sha256${digest}:{role}")
+    _write(keys, "\n".join([*lines, ""]), FOR_OWNER)
 
 
 def _drawn(path: Path, mode: int) -> str:

@@ -4,6 +4,7 @@ Each service's own command and environment are started, with the names of hosts 
 and volumes to folders of the test; then a chat goes through. Grafana cannot be had here: its command is not run.
 """
 
+import compileall
 import json
 import os
 import re
@@ -13,17 +14,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import files, requires, version
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from kilburn.controller.auth import Role, Tenant, read_keys
+from kilburn.controller.provision import run_provision
+from kilburn.shared.config import ProvisionSettings
 from kilburn.shared.model_files import cache_root
+from tests.api.vocabularies import write_folder
+from tests.architecture.test_packaging import plain
 from tests.system.redis_server import binary
 from tests.system.test_apart import free_port
 
@@ -63,6 +72,7 @@ def test_a_worker_on_the_cpu_is_the_default_and_one_on_a_gpu_takes_its_place(ser
 def test_every_service_is_confined(services: dict[str, Any]) -> None:
     for name, service in services.items():
         assert service["read_only"] is True, name
+        assert service["init"] is True, f"{name}: process 1 ignores signals that it has not asked for"
         assert service["cap_drop"] == ["ALL"], name
         assert service["mem_limit"], name
         assert service["pids_limit"], name
@@ -97,32 +107,120 @@ def test_the_dockerfile_has_no_fault_that_a_linter_knows() -> None:
         assert "USER 10001" in text.split(f" AS {stage}\n")[1].split("FROM ")[0], f"{stage} runs as root"
 
 
-def test_the_controllers_image_is_small_and_has_no_torch() -> None:
-    """What its stage installs, installed in the same way into a fresh environment, on top of the base image."""
+def test_no_image_is_built_by_two_services_and_none_is_wanted_that_nobody_builds(services: dict[str, Any]) -> None:
+    """Two services that build one name have it exported at once, and the second export fails."""
+    built = [service["image"] for service in services.values() if "build" in service]
+    assert sorted(built) == ["kilburn-controller", "kilburn-worker"]
+    for name, service in services.items():
+        if service["image"] in built and "build" not in service:
+            assert service["pull_policy"] == "never", f"{name} would look for {service['image']} in a registry"
+            assert "prepare" in service["depends_on"], f"{name} may come before its image"
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().split()
+    return {plain(name): version for name, _, version in (line.partition("==") for line in lines)}
+
+
+def wanted(extras: list[str]) -> set[str]:
+    """All that the project with these extras stands on, as pip would find it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    found: set[str] = set()
+    while lines:
+        asked = Requirement(lines.pop())
+        if (name := plain(asked.name)) in found or (asked.marker and not asked.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        lines += requires(name) or []
+    return found
+
+
+def install(names: set[str], into: Path) -> None:
+    """What pip would install of these: the files that it installed here, where the versions are the pinned ones."""
+    pins = pinned()
+    for name in names:
+        assert (name, version(name)) == (name, pins[name]), "these tests run with other versions than constraints.txt"
+        for file in files(name) or ():
+            if ".." not in file.parts and file.suffix != ".pyc":
+                (into / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file.locate(), into / file)
+
+
+def test_the_controllers_image_is_small_traces_and_has_no_torch() -> None:
+    """What its stage installs, in a fresh environment, and on top of the base image.
+
+    The pinned packages are copied from the environment of the tests and compiled, as pip does: having pip ask an index
+    for each of them is most of a minute.
+    """
+    stage = (ROOT / "Dockerfile").read_text().split(" AS build-controller\n")[1].split("FROM ")[0]
+    line = re.fullmatch(r'RUN pip --python \S+ install -c constraints.txt "\.\[(\w+)\]"', stage.strip())
+    assert line, stage  # compiled, too: nothing says --no-compile
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "environment"
         venv.create(fresh, with_pip=False, symlinks=True)
+        (site,) = (fresh / "lib").glob("python*/site-packages")
+        install(wanted([line[1]]), site)
         source = Path(folder) / "source"
         source.mkdir()
-        for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         for name in ("shared", "kernels", "worker", "controller"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        pip = [sys.executable, "-m", "pip", "--python", str(fresh / "bin" / "python"), "install", "-q"]
-        done = subprocess.run(
-            [*pip, "--no-compile", "-c", "constraints.txt", "."],
-            cwd=source, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        options = ["-q", "--no-deps", "--no-index"]
+        for command in (
+            [*pip, "wheel", *options, "--no-build-isolation", "-w", folder, str(source)],
+            [*pip, "--python", str(fresh / "bin" / "python"), "install", *options, "-f", folder, "kilburn"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+        assert compileall.compile_dir(site, quiet=2, workers=2)
         size = sum(file.lstat().st_size for file in fresh.rglob("*") if not file.is_symlink())
-        packages = {path.name for path in (fresh / "lib").glob("python*/site-packages/*")}
+        packages = {path.name for path in site.iterdir()}
         assert not packages & {"torch", "numpy", "transformers", "triton", "numba", "pip"}
-        help_ = subprocess.run(
+        told = subprocess.run(
             [fresh / "bin" / "kilburn", "--help"], capture_output=True, text=True, timeout=60, check=True
         )
-        assert "kilburn controller" in help_.stdout
+        assert "kilburn controller" in told.stdout
+        begin = "import kilburn.controller.app as app; app.exporter_to('http://127.0.0.1:9').shutdown()"
+        done = subprocess.run(
+            [fresh / "bin" / "python", "-c", begin], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
     print(f"controller image: {BASE_IMAGE_MB} MB of base and {size / MB:.0f} MB installed")
     assert size / MB + BASE_IMAGE_MB < MOST_IMAGE_MB
+
+
+def test_a_second_provision_keeps_what_operators_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what they took out; a key whose file was deleted is drawn anew, and the old one opens nothing."""
+    monkeypatch.setenv("KILBURN_CACHE", str(tmp_path))  # provision sets it; here it is to be as before
+    (tmp_path / "model").mkdir()
+    model = write_folder(tmp_path / "model")
+    settings = ProvisionSettings(model=str(model), into=str(tmp_path / "made"))
+    keys, client = tmp_path / "made" / "controller" / "api.keys", tmp_path / "made" / "client" / "api.key"
+    assert run_provision(settings) == 0
+    first = keys.read_text()
+    ring = read_keys(str(keys), "")
+    assert ring.tenant_of(client.read_text()) == Tenant("operator", Role.ADMIN)
+    scraper = (tmp_path / "made" / "prometheus" / "scrape.key").read_text()
+    assert ring.tenant_of(scraper) == Tenant("prometheus", Role.METRICS)
+    by_hand = f"# of ours\nalice:sk-by-hand-0001:weight=2\n{first.splitlines()[0]}\n"  # and no line for prometheus
+    keys.write_text(by_hand)
+    assert run_provision(settings) == 0
+    assert keys.read_text() == by_hand
+    old = client.read_text()
+    client.unlink()
+    assert run_provision(settings) == 0
+    assert client.read_text() != old
+    ring = read_keys(str(keys), "")
+    assert ring.tenant_of(old) is None
+    assert ring.tenant_of(client.read_text()) == Tenant("operator", Role.ADMIN)
+    assert ring.tenant_of("sk-by-hand-0001") == Tenant("alice", weight=2.0)
+    assert keys.read_text().startswith("# of ours\n")
+    keys.unlink()
+    assert run_provision(settings) == 0
+    assert read_keys(str(keys), "").tenant_of(scraper) == Tenant("prometheus", Role.METRICS)
 
 
 class Stack:
@@ -232,8 +330,11 @@ def stack(services: dict[str, Any], tmp_path: Path) -> Iterator[Stack]:
 
 def test_every_services_own_command_and_environment_serve_a_chat(services: dict[str, Any], stack: Stack) -> None:
     assert stack.start("prepare").wait(120) == 0, stack.log_file("prepare").read_text()
-    told = re.search(r"^API key +(\S+)$", stack.log_file("prepare").read_text(), re.MULTILINE)
+    told = re.search(
+        r"^API key +in (\S+); .* docker compose run --rm prepare cat \1$", stack.log_file("prepare").read_text(), re.M
+    )
     assert told is not None
+    secret = Path(told[1]).read_text()
     for name in ("redis", "controller", "worker", "worker", "prometheus"):  # --scale worker=2
         stack.start(name)
     again = stack.start("prepare")  # as `docker compose up` does a second time
@@ -241,8 +342,8 @@ def test_every_services_own_command_and_environment_serve_a_chat(services: dict[
     stack.wait_for(lambda: stack.is_healthy("controller"), 150)
     assert stack.is_healthy("worker")
     assert again.wait(60) == 0
-    assert stack.log_file("prepare").read_text().count(told[1]) == 2, "the key was made anew"
-    key = {"Authorization": f"Bearer {told[1]}"}
+    assert Path(told[1]).read_text() == secret, "the key was made anew"
+    key = {"Authorization": f"Bearer {secret}"}
     body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 8}
     assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 401
     answered = httpx.post(f"{address}/v1/chat/completions", json=body, headers=key, timeout=60)
@@ -268,4 +369,7 @@ def test_every_services_own_command_and_environment_serve_a_chat(services: dict[
     stack.wait_for(scraped, 30)
     lines = [line for line in stack.log_file("controller").read_text().splitlines() if line.startswith("{")]
     assert any("lease began" in json.loads(line)["message"] for line in lines)
+    assert not [
+        name for name in services if stack.log_file(name).exists() and secret in stack.log_file(name).read_text()
+    ]
     assert stack.stop() == {"prepare": 0, "redis": 0, "controller": 0, "worker": 0, "prometheus": 0}
