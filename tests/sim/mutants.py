@@ -580,19 +580,50 @@ def mutated(mutant: Mutant, folder: Path) -> None:
         path.write_text(text.replace(old, new))
 
 
+# The first world tried for those that few worlds kill: one not long before a world that did. It saves time, no more:
+# from there all others are tried.
+NEAR = {
+    "the limit is not tested at admission": 136,
+    "a refusal for blocks that nobody would write": 283,
+    "Gone for a lease that its own worker's Hello replaced": 50,
+    "kv_lost after the epoch check": 404,
+    "others go on with a lost block": 255,
+    "a client may ask for more time": 232,
+    "a step takes as long as it takes": 185,
+    "who waits for a prefix waits although nobody fills it any more": 146,
+    "a host block is taken before it was swapped in": 595,
+    "a host copy is found before it is made": 578,
+    "a sequence that ends on the host keeps its copies": 185,
+    "a lost host block keeps its name": 219,
+    "moves of a plan without rows are dropped": 182,
+    "a pinned block is swapped": 124,
+    "pinned blocks are promised to requests": 148,
+    "a prefix may strand a request": 140,
+    "a lost block of a prefix is copied for ever": 408,
+    "a pin goes on after its worker was drained": 166,
+}
+
+
 def hunt(mutant: Mutant) -> Kill:
     """Worlds, one after the other, until one of them fails."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "core"
         mutated(mutant, folder)
-        command = [sys.executable, str(HERE / "core_copy.py"), str(folder), str(NUM_SEEDS), str(LIMIT_S)]
+        command = [
+            sys.executable,
+            str(HERE / "core_copy.py"),
+            str(folder),
+            str(NEAR.get(mutant.name, 0)),
+            str(NUM_SEEDS),
+            str(LIMIT_S),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"mutant {mutant.name!r} could not be tried:\n{done.stderr}")
     found = json.loads(done.stdout.splitlines()[-1])
     if found is None:
         return Kill(mutant.name, None, "survived")
-    return Kill(mutant.name, found["seed"] + 1, found["failure"])
+    return Kill(mutant.name, found["worlds"], found["failure"])
 
 
 def table(kills: list[Kill]) -> str:
