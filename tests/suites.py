@@ -1,7 +1,8 @@
-"""The whole suite: lint, then each folder of tests, in order, each within a budget of seconds that is held.
+"""The whole suite: lint, then each folder of tests, in order, each within a budget of seconds.
 
-`python tests/suites.py [suite ...]`. A suite that is over its budget is stopped and has failed, as has one that ran no
-test. The last line sums up every pytest run: `N passed, N failed`.
+`python tests/suites.py [suite ...]`. A budget is what a suite may take on two cores that do nothing else. One that is
+over it is named; at PATIENCE times its budget it is stopped and has failed, as has one that ran no test. The last line
+sums up every pytest run: `N passed, N failed`.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 
-# Seconds on two cores, with room for a slow and busy machine; their sum is the promise of 25 minutes, install apart.
+# Seconds; their sum is the promise of 25 minutes.
 BUDGETS_S = {
     "lint": 35,
     "architecture": 45,
@@ -31,6 +32,7 @@ BUDGETS_S = {
     "page": 60,
     "system": 300,
 }
+PATIENCE = 1.7  # with a machine that others use too
 LAST_WORDS_S = 10.0
 LINT = (
     ("ruff", "check", "."),
@@ -48,12 +50,12 @@ class Outcome:
     fault: str  # empty: none
 
 
-def run(command: list[str], budget_s: float) -> tuple[int | None, float]:
-    """Exit status (None: stopped at its budget) and seconds taken. What it started ends with it."""
+def run(command: list[str], limit_s: float) -> tuple[int | None, float]:
+    """Exit status (None: stopped at the limit) and seconds taken. What it started ends with it."""
     begun = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
-        return process.wait(budget_s), time.monotonic() - begun
+        return process.wait(limit_s), time.monotonic() - begun
     except subprocess.TimeoutExpired:
         taken_s = time.monotonic() - begun
         process.send_signal(signal.SIGINT)  # pytest then says where it was
@@ -66,13 +68,13 @@ def run(command: list[str], budget_s: float) -> tuple[int | None, float]:
         process.wait()
 
 
-def lint(budget_s: float) -> Outcome:
+def lint(_suite: str, limit_s: float) -> Outcome:
     taken_s, faults = 0.0, []
     for tool, *words in LINT:
-        status, seconds = run([sys.executable, "-m", tool, *words], max(budget_s - taken_s, 0.1))
+        status, seconds = run([sys.executable, "-m", tool, *words], max(limit_s - taken_s, 0.1))
         taken_s += seconds
         if status != 0:
-            faults.append(f"{tool} {words[0]} " + ("is over the budget" if status is None else "found faults"))
+            faults.append(f"{tool} {words[0]} " + ("was stopped" if status is None else "found faults"))
     return Outcome("lint", taken_s, 0, 0, "; ".join(faults))
 
 
@@ -89,17 +91,17 @@ def counted(report: Path) -> tuple[int, int]:
     return passed, failed
 
 
-def tests(suite: str, budget_s: float) -> Outcome:
+def tests(suite: str, limit_s: float) -> Outcome:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-q", f"tests/{suite}", f"--junitxml={report}", "--durations=5", "-o", "junit_family=xunit2"]
-        status, seconds = run([sys.executable, "-m", "pytest", *words], budget_s)
+        status, seconds = run([sys.executable, "-m", "pytest", *words], limit_s)
         passed, failed = counted(report)
     match status:
         case 0:
             fault = ""
         case None:
-            fault = f"over its budget of {budget_s:.0f} s"
+            fault = f"stopped after {limit_s:.0f} s"
         case 5:
             fault = "ran no test"
         case _:
@@ -115,12 +117,13 @@ def main(names: list[str]) -> int:
     outcomes = []
     for suite in names or list(BUDGETS_S):
         budget_s = BUDGETS_S[suite]
-        print(f"\n=== {suite} (at most {budget_s} s) ===", flush=True)
-        outcomes.append(lint(budget_s) if suite == "lint" else tests(suite, budget_s))
+        print(f"\n=== {suite} (within {budget_s} s) ===", flush=True)
+        outcomes.append((lint if suite == "lint" else tests)(suite, PATIENCE * budget_s))
     print(f"\n{'suite':<14}{'passed':>8}{'failed':>8}{'seconds':>9}{'budget':>8}")
     for done in outcomes:
         line = f"{done.suite:<14}{done.passed:>8}{done.failed:>8}{done.seconds:>9.1f}{BUDGETS_S[done.suite]:>8}"
-        print(f"{line}  {done.fault}".rstrip())
+        is_late = done.seconds > BUDGETS_S[done.suite] and not done.fault
+        print(f"{line}  {done.fault}{'over its budget' if is_late else ''}".rstrip())
     # A suite that failed as a whole (over budget, lint) counts as one failure, so that the last line never lies.
     failed = sum(max(done.failed, 1 if done.fault else 0) for done in outcomes)
     print(f"{sum(done.passed for done in outcomes)} passed, {failed} failed", flush=True)

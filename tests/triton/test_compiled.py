@@ -18,7 +18,7 @@ KERNELS = {
 }
 
 
-def said(python: str | Path, *words: str, timeout_s: float = 340) -> subprocess.CompletedProcess[str]:
+def said(python: str | Path, *words: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     plain |= {"PYTHONPATH": str(ROOT / ".namespace"), "OMP_NUM_THREADS": "1"}
     return subprocess.run([python, *words], cwd=ROOT, capture_output=True, text=True, env=plain, timeout=timeout_s)
