@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kilburn.controller.api.asking import no_worker, queue_full
+from kilburn.controller.api.errors import ApiError, refusal
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
@@ -35,6 +36,7 @@ from kilburn.controller.core.events import (
     Tick,
     Turned,
 )
+from kilburn.controller.core.limits import Limit, Patience, gave_up_waiting
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
@@ -221,7 +223,7 @@ class Driver:
 
     # --- what is known of the workers
 
-    async def room_for(self, num_prompt: int, n: int) -> int:
+    async def room_for(self, num_prompt: int, n: int, patience: Patience) -> int:
         room = self._room_now(num_prompt, n)
         if room is not None:
             return room
@@ -229,18 +231,28 @@ class Driver:
         settings = self.engine.settings
         if self._num_wanting >= settings.max_waiting:
             raise queue_full(self._num_wanting)
+        patience.bound(settings.queue_s, settings.request_s)
+        limit_s, limit = patience.first_within(settings.recovery_s)
         self._num_wanting += 1
+        begun = self._loop.time()
         try:
-            async with asyncio.timeout(settings.recovery_s):
+            async with asyncio.timeout(limit_s):
                 while room is None:
                     self._has_workers.clear()
                     await self._has_workers.wait()
                     room = self._room_now(num_prompt, n)
         except TimeoutError:
-            raise no_worker(settings.recovery_s) from None
+            raise self._gave_up(limit) from None
         finally:
             self._num_wanting -= 1
+            patience.spend(self._loop.time() - begun)
         return room
+
+    def _gave_up(self, limit: Limit | None) -> ApiError:
+        """No worker came in time, as the engine says it of a request that it knows."""
+        if limit is None:
+            return no_worker(self.engine.settings.recovery_s)
+        return refusal(gave_up_waiting(0, limit, retry_after_s=0))
 
     def _room_now(self, num_prompt: int, n: int) -> int | None:
         if self._is_draining:

@@ -16,6 +16,7 @@ from kilburn.controller.api.errors import ApiError, bad_request
 from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest
 from kilburn.controller.auth import Tenant
 from kilburn.controller.choice import Ask
+from kilburn.controller.core.limits import Patience
 from kilburn.controller.salts import Salts
 from kilburn.controller.text import Text
 from kilburn.shared.sampling import Sampling
@@ -30,8 +31,11 @@ class Capacity(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    async def room_for(self, num_prompt: int, n: int) -> int:
-        """The most tokens that an answer can have. Waits for a worker; raises ApiError where none comes."""
+    async def room_for(self, num_prompt: int, n: int, patience: Patience) -> int:
+        """The most tokens that an answer can have. Waits for a worker; raises ApiError where none comes.
+
+        The wait is within `patience`, and is taken off it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +76,13 @@ def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: in
 
 
 async def fitted(
-    request: Choosing, wanted: int | None, default: int | None, num_prompt: int, capacity: Capacity
+    request: Choosing, wanted: int | None, default: int | None, num_prompt: int, capacity: Capacity, patience: Patience
 ) -> int:
     """max_tokens of one prompt, by the rules at this file's head. Raises ApiError."""
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if num_prompt == 0:
         raise bad_request(field, f"{field}: this is a prompt of no tokens; give at least one")
-    room = await capacity.room_for(num_prompt, request.width)
+    room = await capacity.room_for(num_prompt, request.width, patience)
     if room < (0 if wanted == 0 else 1):
         raise bad_request(
             field,
@@ -127,6 +131,7 @@ def _ask(
     sampling: Sampling,
     salt: bytes,
     tenant: Tenant,
+    patience: Patience,
     prefix: str = "",
 ) -> Ask:
     return Ask(
@@ -139,8 +144,8 @@ def _ask(
         priority=request.priority,
         tenant=tenant.name.encode(),
         weight=tenant.weight,
-        queue_s=request.queue_timeout,
-        request_s=request.timeout,
+        queue_s=patience.queue_s,
+        request_s=patience.request_s,
         salt=salt,
         stops=request.stop,
         include_stop=request.include_stop_str_in_output,
@@ -159,13 +164,15 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
     salt = asking.salts.of(tenant.name, request.cache_salt)
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)
+    prompts = await _prompt_ids(request, text, capacity)
+    patience = Patience(request.queue_timeout, request.timeout)
+    fits = [await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(p), capacity, patience) for p in prompts]
     asks: list[Ask] = []
-    for prompt, ids in zip(request.prompt, await _prompt_ids(request, text, capacity), strict=True):
-        max_tokens = await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(ids), capacity)
+    for prompt, ids, max_tokens in zip(request.prompt, prompts, fits, strict=True):
         prefix = ""
         if request.echo:
             prefix = prompt if isinstance(prompt, str) else text.decode(ids, request.skip_special_tokens)
-        asks.append(_ask(request, ids, max_tokens, sampling, salt, tenant, prefix))
+        asks.append(_ask(request, ids, max_tokens, sampling, salt, tenant, patience, prefix))
     return asks
 
 
@@ -196,8 +203,9 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    max_tokens = await fitted(request, wanted, None, len(ids), capacity)
-    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt), tenant)
+    patience = Patience(request.queue_timeout, request.timeout)
+    max_tokens = await fitted(request, wanted, None, len(ids), capacity, patience)
+    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt), tenant, patience)
 
 
 def no_worker(recovery_s: float) -> ApiError:

@@ -4,13 +4,15 @@
       |------- queue_s ------>|                             else refused
       |--------------------- request_s ------------------>  else ended with what it has, or refused if it never began
 
-Both are counted from the Submit and end at the first turn of the engine after them, whose `deadline` says when.
+Both are counted from the Submit and end at the first turn of the engine after them, whose `deadline` says when. What a
+request has waited before its Submit for a worker to come is `Patience`: its Submit asks for what is left.
 """
 
 import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from kilburn.controller.core.events import Refusal, Refused
@@ -64,6 +66,32 @@ def shorter(setting_s: float, asked_s: float | None) -> float | None:
     return min(asked_s, setting_s) if setting_s else asked_s
 
 
+@dataclass(slots=True)
+class Patience:
+    """What is left of a request's times. None: as long as the settings allow."""
+
+    queue_s: float | None = None
+    request_s: float | None = None
+
+    def bound(self, queue_s: float, request_s: float) -> None:
+        """Within what the settings allow, from now on."""
+        self.queue_s, self.request_s = shorter(queue_s, self.queue_s), shorter(request_s, self.request_s)
+
+    def spend(self, seconds: float) -> None:
+        if self.queue_s is not None:
+            self.queue_s = max(self.queue_s - seconds, 0.0)
+        if self.request_s is not None:
+            self.request_s = max(self.request_s - seconds, 0.0)
+
+    def first_within(self, seconds: float) -> tuple[float, Limit | None]:
+        """How long it lasts, and what ends it: one of its times, or None where `seconds` are over before."""
+        limit_s, limit = seconds, None
+        for found_s, found in ((self.queue_s, Limit.QUEUE), (self.request_s, Limit.REQUEST)):
+            if found_s is not None and found_s < limit_s:
+                limit_s, limit = found_s, found
+        return limit_s, limit
+
+
 def gave_up_waiting(request_id: int, limit: Limit, retry_after_s: int) -> Refused:
     """What becomes of a request whose time is up before it began."""
     if limit is Limit.REQUEST:
@@ -77,10 +105,10 @@ class Clocks:
     """The times at which requests run out of it. What has ended meanwhile is left in, and cleared away now and then."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Limit]] = []
+        self._heap: list[tuple[float, int, str]] = []  # a Limit by its word: both of a request may end at once
 
     def set(self, at: float, request_id: int, limit: Limit) -> None:
-        heapq.heappush(self._heap, (at, request_id, limit))
+        heapq.heappush(self._heap, (at, request_id, limit.value))
 
     @property
     def next_at(self) -> float | None:
@@ -88,8 +116,8 @@ class Clocks:
 
     def due(self, now: float) -> Iterator[tuple[int, Limit]]:
         while self._heap and self._heap[0][0] <= now:
-            _, request_id, limit = heapq.heappop(self._heap)
-            yield request_id, limit
+            _, request_id, word = heapq.heappop(self._heap)
+            yield request_id, Limit(word)
 
     def clear_away(self, is_known: Callable[[int], bool], num_known: int) -> None:
         """Forget those who are not known any more, once they are most of what is here."""

@@ -2,11 +2,18 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
+from kilburn.controller.app import running_controller
+from kilburn.controller.core.limits import Patience
+from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
+from kilburn.shared.config import ControllerSettings
+from tests.api.vocabularies import write_folder
 from tests.api.world import World, served
 
 COMPLETION = "/v1/completions"
@@ -41,6 +48,58 @@ async def test_who_waits_too_long_gets_a_503(tmp_path: Path) -> None:
         assert (status, whole["error"]["code"]) == (408, "request_timeout")
         assert not first.done()
         assert (await first)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "status", "code"),
+    [
+        ({}, {"queue_timeout": 0.05}, 503, "queue_timeout"),
+        ({}, {"timeout": 0.05}, 408, "request_timeout"),
+        ({"queue_seconds": 0.05}, {"timeout": 60}, 503, "queue_timeout"),
+        ({"request_seconds": 0.05}, {"timeout": 60, "queue_timeout": 30}, 408, "request_timeout"),
+        ({"recovery_seconds": 0.05}, {"timeout": 60, "queue_timeout": 30}, 503, "no_worker"),
+    ],
+)
+async def test_limits_hold_where_no_worker_has_come_yet(
+    tmp_path: Path, settings: dict[str, Any], body: dict[str, Any], status: int, code: str
+) -> None:
+    """With any other limit than its own, none of these would be answered within the test's patience."""
+    write_folder(tmp_path)
+    plain = ControllerSettings(
+        model=str(tmp_path), served_model_name="toy", port=0, bind="tcp://127.0.0.1:0", recovery_seconds=3600.0
+    )
+    asked = [
+        (COMPLETION, {"prompt": ["x", "y"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ]
+    async with running_controller(replace(plain, **settings)) as running, aiohttp.ClientSession() as session:
+        for path, what in asked:
+            async with asyncio.timeout(20), session.post(running.http_address + path, json=what | body) as response:
+                whole = await response.json()
+                assert (response.status, whole["error"]["code"]) == (status, code)
+                assert ("Retry-After" in response.headers) is (status == 503)
+
+
+async def test_what_was_waited_for_a_worker_counts(tmp_path: Path) -> None:
+    """The worker comes while the request waits for one; its Submit asks for what is left of both times."""
+    write_folder(tmp_path)
+    settings = ControllerSettings(
+        model=str(tmp_path), served_model_name="toy", port=0, bind="tcp://127.0.0.1:0", request_seconds=50.0
+    )
+    async with running_controller(settings) as running:
+        patience = Patience(queue_s=40.0)
+        room = asyncio.ensure_future(running.driver.room_for(3, 1, patience))
+        await asyncio.sleep(0.01)
+        daemon = asyncio.create_task(FakeDaemon(running.endpoint, fake_hello(max_len=256)).run())
+        try:
+            assert await room == 253
+        finally:
+            daemon.cancel()
+            await asyncio.wait([daemon])
+        assert patience.queue_s is not None
+        assert patience.request_s is not None
+        assert patience.queue_s < 40.0
+        assert patience.request_s == pytest.approx(patience.queue_s + 10.0)
 
 
 async def test_an_answer_that_time_cut_short_has_what_there_was(tmp_path: Path) -> None:

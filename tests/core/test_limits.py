@@ -9,7 +9,7 @@ import pytest
 
 from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Refusal, Tick
-from kilburn.controller.core.limits import WINDOW_S, Clocks, Limit, Outflow, shorter
+from kilburn.controller.core.limits import WINDOW_S, Clocks, Limit, Outflow, Patience, shorter
 from kilburn.controller.core.policy import Preemption
 from kilburn.shared.types import FinishReason
 from tests.core.driver import Hand
@@ -115,6 +115,40 @@ def test_who_waits_too_long_is_refused(has_worker: bool) -> None:
         hand.expect_empty()
     else:
         assert hand.engine.is_idle
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_both_times_may_be_up_at_once(has_begun: bool) -> None:
+    hand = Hand(PATIENT)
+    if has_begun:
+        hand.join(max_rows=1)
+    request = limited(hand, queue_s=2.0, request_s=2.0)
+    hand.handle(Tick(), after_s=2.0)
+    assert hand.engine.snapshot().queue_timeouts == (not has_begun)
+    assert hand.engine.snapshot().request_timeouts == has_begun
+    if has_begun:
+        hand.run()
+        hand.expect_empty()
+    else:
+        assert hand.log.refused[request].refusal is Refusal.QUEUE_TIMEOUT
+        assert hand.engine.is_idle
+
+
+def test_a_wait_before_the_submit_is_taken_off_both_times() -> None:
+    patience = Patience(queue_s=2.0)
+    assert patience.first_within(5.0) == (2.0, Limit.QUEUE)
+    assert patience.first_within(2.0) == (2.0, None)
+    patience.bound(0.0, 1.5)
+    assert patience.first_within(5.0) == (1.5, Limit.REQUEST)
+    patience.spend(0.5)
+    assert patience == Patience(1.5, 1.0)
+    patience.bound(9.0, 1.5)
+    patience.spend(1.25)
+    assert patience == Patience(0.25, 0.0), "and nobody is owed time"
+    forever = Patience()
+    forever.bound(0.0, 0.0)
+    forever.spend(9.0)
+    assert (forever, forever.first_within(5.0)) == (Patience(), (5.0, None))
 
 
 def test_who_has_begun_does_not_wait_too_long_even_if_preempted() -> None:
