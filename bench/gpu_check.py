@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+VERDICTS = ("twins", "worker", "ledger")  # parts of which only what is wrong is shown
 GOALS = {
     "decode": "of_copy 0.85 at batch >= 16, context >= 2k; paging_costs <= 0.05",
     "moves": "swaps 0.90 of memcpy at any block size",
@@ -67,6 +68,7 @@ def place_of(is_dry: bool) -> Any:
 def run(place: Any, only: set[str], deadline: float, path: Path, report: dict[str, Any]) -> None:
     """The parts in order of worth. Each is kept as soon as it is there."""
     import gpu_kernels as kernels
+    import gpu_ledger as ledger
     import gpu_worker as worker
 
     yardstick = kernels.bandwidth(place)
@@ -74,6 +76,7 @@ def run(place: Any, only: set[str], deadline: float, path: Path, report: dict[st
     parts = {
         "twins": lambda: kernels.twins(place),
         "worker": lambda: worker.worker_twin(place),
+        "ledger": lambda: ledger.ledger_rows("cpu" if place.is_dry else "cuda:0", place.is_dry),
         "decode": lambda: kernels.decode(place, yardstick),
         "prefill": lambda: kernels.prefill(place),
         "moves": lambda: kernels.moves(place, yardstick),
@@ -113,9 +116,9 @@ def told(report: dict[str, Any]) -> int:
         bad = [row for row in part["rows"] if row.get("ok") is False]
         faults += len(bad)
         print(f"{name} ({part['seconds']:.0f} s){': goal ' + GOALS[name] if name in GOALS else ''}")
-        if name in ("twins", "worker"):
+        if name in VERDICTS:
             print(f"  {len(part['rows'])} checked, {len(bad)} wrong")
-        for row in bad if name in ("twins", "worker") else part["rows"]:
+        for row in bad if name in VERDICTS else part["rows"]:
             print("  " + "  ".join(f"{key} {_short(value)}" for key, value in row.items()))
     print(f"{faults} faults")
     return faults

@@ -18,13 +18,13 @@ def test_a_dry_run_reaches_every_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "0 faults"
     report = json.loads((tmp_path / "dry-run.json").read_text())
-    parts = ["twins", "worker", "decode", "prefill", "moves", "block_sizes", "steps", "sampling"]
+    parts = ["twins", "worker", "ledger", "decode", "prefill", "moves", "block_sizes", "steps", "sampling"]
     assert list(report["parts"]) == parts
     assert all(part["rows"] for part in report["parts"].values())
-    assert all(row["ok"] for name in ("twins", "worker") for row in report["parts"][name]["rows"])
+    assert all(row["ok"] for name in parts[:3] for row in report["parts"][name]["rows"])
 
 
 def test_a_part_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     done = check(tmp_path, "--only", "decoding")
     assert done.returncode == 1
-    assert "there are twins, worker, decode" in done.stderr
+    assert "there are twins, worker, ledger, decode" in done.stderr
