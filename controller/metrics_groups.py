@@ -72,6 +72,10 @@ def _costs(group: GroupSnapshot) -> Values:
     ]
 
 
+def _compared(group: GroupSnapshot) -> Values:
+    return [(("recompute",), group.compared_recompute_s), (("swap",), group.compared_swap_s)]
+
+
 def _swap_blocks(group: GroupSnapshot) -> Values:
     return [(("out",), group.blocks_out), (("in",), group.blocks_in)]
 
@@ -149,6 +153,8 @@ GROUP_FIGURES: tuple[Figure[GroupSnapshot], ...] = (
            _returns),
     Figure("preemption_seconds", COUNTER, "worker seconds that these preemptions were predicted to take, and took",
            ("mode", "what"), _costs),
+    Figure("preemption_predicted_seconds", COUNTER, "worker seconds that either way was predicted to take, of all "
+           "preemptions that this comparison decided", ("mode",), _compared),
     Figure("move_block_seconds", GAUGE, "what a block moved between the tiers is expected to take", (),
            single(lambda g: g.move_s_per_block)),
     Figure("compute_token_seconds", GAUGE, "what a prompt token is expected to take", (),

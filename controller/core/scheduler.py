@@ -304,7 +304,10 @@ class Scheduler:
     def _preempt(self, draft: Draft, loser: Group, effects: list[Effect]) -> None:
         draft.has_preempted = True
         departure = self._leaving.choose(loser, self.line.pinned_blocks, draft.moves)
-        self.counters.chosen_by_cost += departure.why is Why.CHEAPER
+        if departure.why is Why.CHEAPER:
+            self.counters.chosen_by_cost += 1
+            self.counters.compared_swap_s += departure.swap_s
+            self.counters.compared_recompute_s += departure.recompute_s
         self.counters.swaps_without_room += departure.why in (Why.NO_ROOM, Why.BOUND)
         match departure.way:
             case Way.SWAP:

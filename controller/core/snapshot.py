@@ -63,6 +63,8 @@ class GroupSnapshot:
     blocks_out: int
     blocks_in: int
     chosen_by_cost: int
+    compared_swap_s: float
+    compared_recompute_s: float
     swaps_without_room: int
     returned_by_swap: int
     predicted_swap_s: float

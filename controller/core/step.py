@@ -51,6 +51,8 @@ class Counters:
     blocks_out: int = 0  # swapped to the host
     blocks_in: int = 0
     chosen_by_cost: int = 0  # preemptions whose way was open, and the predictions decided
+    compared_swap_s: float = 0.0  # of these, what either way was predicted to take
+    compared_recompute_s: float = 0.0
     swaps_without_room: int = 0  # preempted by recompute, since the host had no room within the bound
     returned_by_swap: int = 0  # preempted groups that were all there again: of these what was predicted, and the truth
     predicted_swap_s: float = 0.0

@@ -4,6 +4,7 @@ Blocks of 4 tokens. The worker says what a block moved and a position computed t
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,30 @@ def test_the_smaller_prediction_wins() -> None:
         departure = chosen(hand, 2)
         assert (departure.way, departure.why) == (way, Why.CHEAPER)
         assert departure.predicted_s == min(departure.swap_s, departure.recompute_s)
+
+
+@pytest.mark.parametrize("preemption", [Preemption.AUTO, Preemption.SWAP])
+def test_both_predictions_of_a_choice_are_counted(preemption: Preemption) -> None:
+    """Of the way that was not taken, too; and only where they decided anything."""
+    hand = pressed(preemption)
+    leaving, seen = hand.scheduler()._leaving, list[Departure]()
+    choose = leaving.choose
+
+    def noted(*asked: Any) -> Departure:
+        seen.append(choose(*asked))
+        return seen[-1]
+
+    leaving.choose = noted  # type: ignore[method-assign]
+    hand.run()
+    found, compared = hand.snapshot(), [departure for departure in seen if departure.why is Why.CHEAPER]
+    assert seen
+    assert found.chosen_by_cost == len(compared)
+    assert bool(compared) is (preemption is Preemption.AUTO)
+    assert found.compared_swap_s == pytest.approx(sum(departure.swap_s for departure in compared))
+    assert found.compared_recompute_s == pytest.approx(sum(departure.recompute_s for departure in compared))
+    if compared:
+        assert min(found.compared_swap_s, found.compared_recompute_s) > 0
+        assert found.compared_swap_s != found.compared_recompute_s
 
 
 @pytest.mark.parametrize(
