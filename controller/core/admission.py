@@ -26,6 +26,7 @@ from kilburn.controller.core.step import Counters, Draft
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.types import FinishReason
 
+MOST_AT_ONCE = 64  # are passed over in one step, since all that they may have in common is hashed first
 TOO_SMALL = "the block pool is too small for this request; raise --kv-memory"
 
 
@@ -55,7 +56,8 @@ class Admission:
         if line.waiting.aside:
             line.waiting.release(draft.step)
         line.waiting.settle(line.running)
-        while draft.room:
+        most_aside = len(line.waiting.aside) + MOST_AT_ONCE
+        while draft.room and len(line.waiting.aside) < most_aside:
             group = line.waiting.head()
             if group is None:
                 return

@@ -32,8 +32,6 @@ from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Place, Sequence
 from kilburn.shared.types import LawBroken
 
-MOST_ASIDE = 64  # each is looked at in every step
-
 
 def turn_of(place: Place, now: float, aging_s: float) -> tuple[float, int]:
     """The turn of a group that arrives now."""
@@ -90,8 +88,8 @@ class Turns:
 
     def validate(self) -> None:
         """Raises LawBroken."""
-        if any(group.awaits is None for group in self.aside) or len(self.aside) > MOST_ASIDE:
-            raise LawBroken("a group was passed over for nothing, or too many were")
+        if any(group.awaits is None for group in self.aside):
+            raise LawBroken("a group was passed over for nothing")
         if any(group.awaits is not None for group in (*self.pins, *self.returned, *self.fresh)):
             raise LawBroken("a group is in line and yet passed over")
         for groups in (self.pins, self.returned, self.fresh):
@@ -144,18 +142,27 @@ class Turns:
 
     def release(self, step: int) -> None:
         """Those who have waited long enough, or for nothing, are in line again, each at its turn."""
-        for group in list(self.aside):
+        still: dict[tuple[int, int], bool] = {}  # hundreds may wait for one filler, which is asked once
+        aside, back = list[Group](), list[Group]()
+        for group in self.aside:
             if group.awaits is None or group.until_step is None:
                 raise LawBroken("a group was passed over for nothing")
-            if step >= group.until_step or not is_filling(*group.awaits):
-                self.aside.remove(group)
+            filler, end = group.awaits
+            key = (id(filler), end)
+            if key not in still:
+                still[key] = is_filling(filler, end)
+            if step >= group.until_step or not still[key]:
                 group.awaits = None
-                insort(self.fresh, group, key=_by_turn)
+                back.append(group)
+            else:
+                aside.append(group)
+        if back:
+            self.aside, self.fresh = aside, sorted(self.fresh + back, key=_by_turn)
 
     def may_set_aside(self, group: Group, step: int) -> bool:
         """Whether a group is one that may be passed over."""
         has_patience = group.until_step is None or step < group.until_step
-        return has_patience and len(self.aside) < MOST_ASIDE and self._list_of(group) is self.fresh
+        return has_patience and self._list_of(group) is self.fresh
 
     def clear(self) -> None:
         for group in self:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kilburn.controller.core.admission import MOST_AT_ONCE
 from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Arrived
 from kilburn.shared.messages import StepFailed
@@ -35,6 +36,19 @@ def test_a_common_prefix_is_computed_once(depth: int, budget: int) -> None:
     hand.handle(*requests)
     hand.run()
     assert num_computed(hand) == len(PREFIX) + 16 * (3 + 1)
+    hand.check(*hand.submits)
+    hand.expect_empty()
+
+
+@pytest.mark.parametrize("budget", [64, 2048])
+def test_a_hundred_wait_for_one(budget: int) -> None:
+    """However many they are, and whatever a step takes of them; some more of them are looked at in each step."""
+    rooms = {"num_blocks": 2000, "max_rows": 128, "max_step_tokens": budget}
+    hand = forming_hand(steps=1000, depth=2, budget=budget, **rooms)
+    hand.handle(*[hand.new_submit((*PREFIX, 200 + i), max_tokens=2) for i in range(100)])
+    assert hand.snapshot().waiting_for_prefix == (MOST_AT_ONCE if budget == 64 else 99)
+    hand.run()
+    assert num_computed(hand) == len(PREFIX) + 100 * 2
     hand.check(*hand.submits)
     hand.expect_empty()
 

@@ -353,7 +353,7 @@ MUTANTS = [
     one(
         "who waits for a prefix waits although nobody fills it any more",
         "turns.py",
-        "if step >= group.until_step or not is_filling(*group.awaits):",
+        "if step >= group.until_step or not still[key]:",
         "if step >= group.until_step:",
     ),
     one(
@@ -365,8 +365,8 @@ MUTANTS = [
     one(
         "who is passed over loses its turn",
         "turns.py",
-        "                insort(self.fresh, group, key=_by_turn)",
-        "                self.fresh.append(group)",
+        "sorted(self.fresh + back, key=_by_turn)",
+        "self.fresh + back",
     ),
     one(
         "victims are chosen by their turns",
