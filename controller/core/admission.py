@@ -55,7 +55,8 @@ class Admission:
         line = self._line
         if line.waiting.aside:
             line.waiting.release(draft.step)
-        line.waiting.settle(line.running)
+        if line.free_rows:  # otherwise nobody is admitted, whoever's turn it is
+            line.waiting.settle(line.running)
         most_aside = len(line.waiting.aside) + MOST_AT_ONCE
         while draft.room and len(line.waiting.aside) < most_aside:
             group = line.waiting.head()

@@ -304,7 +304,7 @@ class Engine:
         for sequence in list(group.live):
             if sequence.index == index and group.has_forked and not isinstance(group, BeamGroup):
                 sequence.move(State.FINISHED)
-                group.live.remove(sequence)
+                group.part_with(sequence)
                 effects.append(Finished(request_id, index, FinishReason.STOP))
         if not group.live:
             self._drop_homeless(group)

@@ -183,6 +183,7 @@ class Lineup:
             self._let_go(pin, State.WAITING)
         groups = [group for group in (*self.running, *self.waiting) if not isinstance(group, PinGroup)]
         for group in list(self.running):
+            self.waiting.served(group)  # whoever ends before he has a home again was served all the same
             self.take_off(group, State.WAITING)
         for group in groups:
             if group.is_swapped:
@@ -227,7 +228,7 @@ class Lineup:
         group = sequence.group
         self.memory.forget(sequence)
         sequence.leave(State.FINISHED)
-        group.live.remove(sequence)
+        group.part_with(sequence)
         effects.append(Finished(group.request_id, sequence.index, FinishReason.STOP))
         if not group.live:
             self.waiting.remove(group)
@@ -237,10 +238,9 @@ class Lineup:
         """A running sequence is finished; the last of a group takes it off the list."""
         group = sequence.group
         orphans = sequence.followers
-        group.num_drawn_by_ended += sequence.num_generated
         indices = [sequence.index] if group.has_forked else group.indices()
         self.free_rows.append(sequence.leave(State.FINISHED))
-        group.live.remove(sequence)
+        group.part_with(sequence)
         for leader in group.live:
             if sequence in leader.followers:
                 leader.followers.remove(sequence)

@@ -241,6 +241,11 @@ class Group:
         """Rows that the group needs."""
         return len(self.live) if self.has_forked else self.n
 
+    def part_with(self, sequence: "Sequence") -> None:
+        """One of its sequences is finished. What it drew was served all the same: see fairness.py."""
+        self.num_drawn_by_ended += sequence.num_generated
+        self.live.remove(sequence)
+
     @property
     def is_swapped(self) -> bool:
         return bool(self.live) and self.live[0].state is State.SWAPPED

@@ -1,16 +1,17 @@
 """Shares of tenants, on a virtual clock: whoever floods the queue gets his share and no more."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from kilburn.controller.core.engine import EngineSettings
-from kilburn.controller.core.events import Refusal, Submit
+from kilburn.controller.core.events import Arrived, Refusal, Submit
 from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.sequence import Group, Place
 from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.controller.simulate.metered import Metered, StepCosts
+from kilburn.shared.messages import StepFailed
 from kilburn.shared.sampling import Sampling
 from tests.core.driver import Hand
 
@@ -105,6 +106,41 @@ def test_priorities_are_a_tenants_own() -> None:
         hand.handle(replace(hand.new_submit((1,), max_tokens=4, priority=priority), tenant=tenant))
     hand.run()
     assert list(hand.log.started) == [1, 4, 3, 2]
+
+
+def lose_the_worker(hand: Hand) -> None:
+    hand.handle(Arrived(b"w-1", StepFailed(hand.worker().lease, hand.scheduler().last_step + 1, "out of memory")))
+
+
+def take_off(hand: Hand) -> None:
+    hand.line().recompute(hand.group(1), [])
+
+
+@pytest.mark.parametrize("leave", [take_off, lose_the_worker])
+def test_what_a_sequence_drew_that_ends_off_the_rows_is_charged(leave: Callable[[Hand], None]) -> None:
+    """Two samples; one is stopped off the rows, and then the other, or the client leaves."""
+    for last in (Hand.stop, Hand.cancel):
+        fairness = Fairness()
+        hand = Hand(replace(PATIENT, is_fair=True, depth=1))
+        hand.engine._fairness = fairness
+        hand.join(num_blocks=60)
+        request = hand.submit(range(20, 26), max_tokens=60, n=2)
+        for _ in range(20):
+            hand.land()
+        group = hand.group(request)
+        leave(hand)
+        goes_on, ends = group.live
+        num_drawn_by_one = ends.num_generated
+        assert num_drawn_by_one == goes_on.num_generated > 15
+        hand.stop(request, 1)
+        if leave is take_off:
+            for _ in range(12):
+                hand.land()
+            assert goes_on.num_generated > num_drawn_by_one + 5
+        last(hand, request)
+        assert fairness.time_of(group) == 6 + num_drawn_by_one + goes_on.num_generated, (
+            "the prompt, and all that was drawn"
+        )
 
 
 def test_what_is_drawn_is_charged_once() -> None:
