@@ -339,6 +339,12 @@ MUTANTS = [
         "return max(asked_s, setting_s) if",
     ),
     one("a step takes as long as it takes", "scheduler.py", "        if most is not None:", "        if False:"),
+    one(
+        "chunks heed only the tokens of a step",
+        "step.py",
+        "return min(self.budget, self.prompt_budget)",
+        "return self.budget",
+    ),
     # --- whose turn it is
     one("who waits does not rise", "turns.py", "now + place.priority * aging_s if aging_s else", ""),
     one(
