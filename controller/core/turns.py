@@ -142,16 +142,14 @@ class Turns:
 
     def release(self, step: int) -> None:
         """Those who have waited long enough, or for nothing, are in line again, each at its turn."""
-        still: dict[tuple[int, int], bool] = {}  # hundreds may wait for one filler, which is asked once
+        still: dict[tuple[Sequence, int], bool] = {}  # hundreds may wait for one filler, which is asked once
         aside, back = list[Group](), list[Group]()
         for group in self.aside:
             if group.awaits is None or group.until_step is None:
                 raise LawBroken("a group was passed over for nothing")
-            filler, end = group.awaits
-            key = (id(filler), end)
-            if key not in still:
-                still[key] = is_filling(filler, end)
-            if step >= group.until_step or not still[key]:
+            if group.awaits not in still:
+                still[group.awaits] = is_filling(*group.awaits)
+            if step >= group.until_step or not still[group.awaits]:
                 group.awaits = None
                 back.append(group)
             else:

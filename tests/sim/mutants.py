@@ -359,7 +359,7 @@ MUTANTS = [
     one(
         "who waits for a prefix waits although nobody fills it any more",
         "turns.py",
-        "if step >= group.until_step or not still[key]:",
+        "if step >= group.until_step or not still[group.awaits]:",
         "if step >= group.until_step:",
     ),
     one(
