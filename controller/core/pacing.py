@@ -5,11 +5,14 @@
 
 Both are learned from results: decode_s from steps without prompts (it grows with the rows, and with their contexts,
 but contexts grow so slowly that an average follows them), token_s from what prompts added to a step. Averages forget by
-a quarter at each observation.
+a quarter at each observation; but tokens that got dearer, as they do the more there is before them, are believed at
+once. For the same reason a chunk of a prompt is no longer than what there is before it, or than 512 tokens, so that a
+prompt's next tokens never cost a multiple of what was observed, although the estimate is as old as the plans under way.
 
 Prompts get what is left of the target, and never less than half of it or than LEAST tokens, so that they always go on:
-a step may then take longer than the target, by half where prompts are computed in steps that decodes alone fill. Where
-nobody waits for a token, nothing is held back.
+a step may then take longer than the target, by half where prompts are computed in steps that decodes alone fill. And a
+prompt takes longer, by what the decodes beside it take: more than 1.3 times as long where a step of decodes alone takes
+40 % of the target or more. Where nobody waits for a token, nothing is held back.
 """
 
 LEAST = 16  # tokens
@@ -48,11 +51,14 @@ class Pacing:
         if not self.target_s or seconds <= 0.0:
             return
         if not num_prompt_tokens:
+            if not num_decodes:
+                return  # nothing but moves
             weight = FORGETTING if self.num_decodes else 1.0
             self.decode_s += weight * (seconds - self.decode_s)
             self.num_decodes += weight * (num_decodes - self.num_decodes)
         elif num_prompt_tokens >= LEAST:
             # Where prompts seem to cost nothing the decodes were overestimated: a tenth of the step is theirs at least.
             added_s = max(seconds - (self._decode_s(num_decodes) if num_decodes else 0.0), seconds / 10)
-            weight = FORGETTING if self.token_s else 1.0
-            self.token_s += weight * (added_s / num_prompt_tokens - self.token_s)
+            each_s = added_s / num_prompt_tokens
+            weight = FORGETTING if self.token_s > each_s else 1.0
+            self.token_s += weight * (each_s - self.token_s)

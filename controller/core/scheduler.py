@@ -250,6 +250,7 @@ class Scheduler:
         most = self.pacing.most_prompt_tokens(num_decodes)
         if most is not None:
             draft.prompt_budget = max(most - sum(draft.chunk_counts), 0)
+            draft.is_paced = draft.prompt_budget < draft.budget
 
     def _plan_chunks(self, draft: Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:

@@ -16,6 +16,7 @@ from kilburn.shared.types import LawBroken
 POWERS_OF_TWO = tuple(float(2**i) for i in range(15))
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 FLIGHTS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+FIRST_CHUNK = 512  # tokens: see pacing.py
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ class Draft:
     grown_blocks: list[int] = field(default_factory=list)
     admits: list[Admit] = field(default_factory=list)
     has_preempted: bool = False
+    is_paced: bool = False  # prompts get less than the step has room for: see pacing.py
 
     @property
     def step(self) -> int:
@@ -108,6 +110,8 @@ class Draft:
         planned = sequence.num_planned
         count = min(len(sequence.tokens), sequence.plan_end) - planned
         count = min(count, self.room)
+        if self.is_paced and count > max(planned, FIRST_CHUNK):
+            count = self.prompt_budget = max(planned, FIRST_CHUNK)  # what is left is nobody's: see admission.py
         self.admit_fresh(sequence)
         self.chunks.append(sequence)
         self.chunk_counts.append(count)

@@ -69,6 +69,17 @@ def test_streams_flow_on_while_a_long_prompt_is_computed(target_s: float, depth:
     assert took_s <= 1.3 * alone_s()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("target_s", [0.05, 0.1])
+def test_streams_flow_on_where_tokens_get_dearer_with_what_is_before_them(target_s: float, depth: int) -> None:
+    """The last tokens of the prompt cost seven times as much as its first."""
+    costs = replace(COSTS, pair_s=4e-8)
+    gaps, took_s = streams_and_a_long_prompt(target_s, costs, depth)
+    assert len(gaps) > 8 * 10
+    assert p99(gaps) <= 2 * target_s
+    assert took_s <= 1.3 * alone_s(costs)
+
+
 def test_tokens_alone_do_not_bound_seconds() -> None:
     gaps, _ = streams_and_a_long_prompt(0.0)
     assert p99(gaps) > 2 * 0.05
@@ -140,6 +151,22 @@ def test_estimates_follow_a_worker_that_changes() -> None:
         pacing.learn(4, 100, 0.06)
     assert pacing.decode_s == pytest.approx(0.02, rel=0.05)
     assert pacing.token_s == pytest.approx(4e-4, rel=0.05)
+
+
+def test_dearer_tokens_are_believed_at_once_and_cheaper_ones_by_and_by() -> None:
+    pacing = Pacing(0.1)
+    pacing.learn(0, 100, 0.01)
+    pacing.learn(0, 100, 0.05)
+    assert pacing.token_s == pytest.approx(5e-4)
+    pacing.learn(0, 100, 0.01)
+    assert pacing.token_s == pytest.approx(4e-4)
+
+
+def test_steps_of_moves_alone_teach_nothing() -> None:
+    pacing = Pacing(0.1)
+    pacing.learn(4, 0, 0.02)
+    pacing.learn(0, 0, 0.9)
+    assert (pacing.decode_s, pacing.num_decodes) == (0.02, 4)
 
 
 def test_steps_without_timings_teach_nothing() -> None:
