@@ -230,9 +230,9 @@ async def test_counters_never_fall_while_requests_are_preempted_and_hit_what_the
         group, found = the_group(world), await samples(world)
         assert group.preempted_by_recompute + group.preempted_by_swap > 0
         assert group.chosen_by_cost > 0
+        assert group.compared_swap_s > 0, "this worker computes in no time, but has a guess of what moves take"
         for mode, seconds in (("swap", group.compared_swap_s), ("recompute", group.compared_recompute_s)):
             assert total(found, "kilburn_preemption_predicted_seconds_total", mode=mode) == pytest.approx(seconds)
-            assert seconds > 0
         assert group.prefix_hit_tokens > sum(len(p) for p in prompts) / 100, "what was preempted was hit"
 
 
