@@ -54,7 +54,7 @@ OVERVIEW = Dashboard(
                   "add capacity. If only the tail does, long prompts are among them.", "s",
                   *quantiles("kilburn_first_token_seconds")),
             Panel("Time between tokens", "What a reader of a stream feels. Peaks are preemptions, or long prompts that "
-                  "share steps with decoding: lower --max-step-tokens.", "s",
+                  "share steps with decoding: lower --step-target-ms.", "s",
                   *quantiles("kilburn_inter_token_seconds")),
             Panel("Tokens per second", "Prompt tokens of requests that began, those of them found in the cache, and "
                   "tokens given to clients.", "short",

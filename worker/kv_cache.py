@@ -6,9 +6,10 @@
     8 bits      [ values of a block | its own scales ]  ...             where scales are kept in the blocks
 
 A block is one contiguous piece in either, so a move is one copy, and scales that a block keeps go where it goes. A
-plan's moves run in the order swaps out, copies, swaps in, before anything is computed and on the stream that computes:
-what a block held is out before it is written again, and what comes back is there before it is read. Pools begin zeroed;
-what a block held for an earlier owner is never read, as the kernels mask everything beyond a sequence's context.
+plan's moves run in the order swaps out, copies, swaps in, before anything is computed; where a device moves beside what
+it computes, events keep that order. So what a block held is out before it is written again, and what comes back is
+there before it is read. Pools begin zeroed; what a block held for an earlier owner is never read, as the kernels mask
+everything beyond a sequence's context.
 
 What this file does not know: who owns a block. A plan that names a block that does not exist is refused.
 """

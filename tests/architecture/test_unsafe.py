@@ -96,7 +96,7 @@ def test_what_is_allowed(source: str) -> None:
 
 
 def test_no_socket_type_of_zeromq_but_those_of_the_link() -> None:
-    """S2, S3: the links judge every address; so nobody else in the product has a ZeroMQ socket."""
+    """The links judge every address; so nobody else in the product has a ZeroMQ socket."""
     # The simulator's daemon is a stand-in for a worker, in a process of its own; it only connects.
     users = {
         str(path.relative_to(ROOT))
@@ -114,7 +114,7 @@ def test_no_socket_type_of_zeromq_but_those_of_the_link() -> None:
 
 
 def test_defaults_stay_on_this_machine() -> None:
-    """S2: every address that is bound unless somebody says otherwise is loopback."""
+    """Every address that is bound unless somebody says otherwise is loopback."""
     from kilburn.shared import config
     from kilburn.shared.keys import checked_endpoint
 

@@ -87,7 +87,7 @@ def test_all_interfaces_with_keys(keys: tuple[ControllerKeys, WorkerKeys]) -> No
 
 
 def test_coming_and_going(keys: tuple[ControllerKeys, WorkerKeys], tmp_path: Path) -> None:
-    """S32: workers and strangers connect and leave over and over, in the one context of a controller that works on."""
+    """Workers and strangers connect and leave over and over, in the one context of a controller that works on."""
     ours, listed = keys
 
     async def act() -> None:

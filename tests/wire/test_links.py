@@ -153,7 +153,7 @@ def test_too_many_unread_messages_are_a_loss() -> None:
 
 
 def test_a_reader_that_stops_is_lost_and_holds_nobody_up() -> None:
-    """G27: a mark that is reached ends in Left, not in a hang or a silent drop."""
+    """A mark that is reached ends in Left, not in a hang or a silent drop."""
 
     async def act() -> None:
         async with controller() as side:
@@ -197,7 +197,7 @@ def test_a_peer_that_is_gone_is_left_once() -> None:
 
 
 def test_strangers_have_no_effect() -> None:
-    """S3: before a Hello nothing reaches the core, and nobody who said none gets a frame but the answer to his own."""
+    """Before a Hello nothing reaches the core, and nobody who said none gets a frame but the answer to his own."""
 
     async def act() -> None:
         async with controller() as side:
