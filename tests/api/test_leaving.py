@@ -35,7 +35,8 @@ async def leave(world: World, path: str, body: dict[str, Any], after: str) -> No
     """Asks over a socket of its own and closes it: `after` is what has been reached by then."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.rsplit(":", 1)[1]))
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     match after:
         case "the request":

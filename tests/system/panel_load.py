@@ -141,7 +141,7 @@ class Load:
         messages = [{"role": "user", "content": "The sea"}]
         wanted = {"messages": messages, "max_tokens": 250, "logprobs": True, "top_logprobs": 20}
         body = json.dumps(wanted | {"stream": True, "ignore_eos": True, "priority": -1}).encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         reader.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return reader
 
