@@ -9,6 +9,7 @@ them. Where the output is no terminal there are no colours, and states are told 
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
@@ -275,6 +276,7 @@ def run_top(settings: TopSettings) -> int:
     width = None if is_terminal else int(os.environ.get("COLUMNS", "100"))
     console = Console(width=width, highlight=False, no_color=None if is_terminal else True)
     show = show_on if is_terminal and not settings.once else show_once
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may have been started with Ctrl-C ignored
     try:
         asyncio.run(show(settings, key, console))
     except TopFailed as failure:
