@@ -36,6 +36,7 @@ class Watched:
     def __init__(self, folder: Path, model: Path, *settings: str) -> None:
         self._folder, self._model = folder, model
         words = [sys.executable, "-m", "tests.system.watched_controller", f"--model={model}", "--port=0"]
+        words.append("--least-priority=-1")  # the reader that does not read goes first
         words += ["--bind=tcp://127.0.0.1:0", *settings]
         self._log = (folder / "controller.log").open("wb")
         pipe = subprocess.PIPE
