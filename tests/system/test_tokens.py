@@ -162,7 +162,8 @@ def test_one_by_one_and_twice(serve: Service, asked: Asked) -> None:
 def test_all_at_once(serve: Service, asked: Asked) -> None:
     asked.check(asked.tokens(serve, asked.prompts))
     assert counted(serve, "prefix_hit_tokens") == 0
-    assert counted(serve, "steps") < sum(LENGTHS) / 512 + 2 * NUM_NEW, "they did not run together"
+    # A slow machine computes prompts in smaller pieces; one after the other they would take this for each prompt.
+    assert counted(serve, "steps") < len(LENGTHS) / 4 * NUM_NEW, "they did not run together"
 
 
 @pytest.mark.parametrize("serve", [("--max-step-tokens=64",)], ids=["narrow-steps"], indirect=True)
