@@ -91,7 +91,8 @@ BLOCK_POOL = Dashboard(
                   "requests. Many pinned and a full pool: delete names, or lower --pinned-percent.", "short",
                   Query("sum by (tier, kind) (kilburn_blocks_of_which{$G})", "{{tier}}, {{kind}}")),
             Panel("True occupancy and waste", "Filled: slots of running sequences that have their KV, of those they "
-                  "own. Tail waste: slots beyond the last token. Waste over some percent: a smaller --block-size.",
+                  "own. Tail waste: slots that no planned token fills; a long prompt that is still computed counts "
+                  "with what it has yet to fill. Waste that stays over some percent: a smaller --block-size.",
                   "percentunit",
                   Query("sum(kilburn_filled_slots{$G}) / sum(kilburn_owned_slots{$G})", "filled"),
                   Query("avg(kilburn_tail_waste_ratio{$G})", "tail waste")),

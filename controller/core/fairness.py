@@ -5,7 +5,8 @@
 so that tenants who always have requests waiting get tokens in proportion to their weights, whoever floods the queue. A
 tenant that comes back after a pause is not paid for it: its time is set to that of the least served who waits, or of
 the one that last ceased to wait. Only the order of admission depends on it; within a tenant requests go by their turns,
-so that a priority orders a tenant's own and nobody else's.
+so that among those who never ran a priority orders a tenant's own. Between tenants it still says who is preempted, and
+whether somebody more urgent goes before one who was.
 
 Source of the rule: Sheng et al., Fairness in Serving Large Language Models (OSDI 2024), the virtual token counter.
 """

@@ -100,7 +100,7 @@ class GroupSnapshot:
     waiting_for_budget: int = 0  # of the next step
     waiting_for_preempted: int = 0  # behind one that was preempted and goes first
     waiting_for_prefix: int = 0  # which somebody is computing
-    waiting_tokens: int = 0  # known tokens of those who wait
+    waiting_tokens: int = 0  # of the prompts of those who wait
     preempted_waiting: int = 0  # of those who wait, preempted before
     step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
     decode_step_s: float = 0.0  # learned: a step without prompts
@@ -144,7 +144,7 @@ class Snapshot:
     requests_recovered: int  # of these, placed again
     laws_broken: int
     is_closing: bool
-    waiting_tokens: int = 0  # known tokens of all who wait, homeless ones included
+    waiting_tokens: int = 0  # of the prompts of all who wait, homeless ones included
     drained_requests_per_s: float = 0.0  # requests that left the queue for the rows, of late
     drained_tokens_per_s: float = 0.0  # and their tokens
     queue_timeouts: int = 0  # requests that waited too long to begin
