@@ -1,24 +1,27 @@
-"""The whole suite: lint, then each folder of tests, in order, each within a budget of seconds.
+"""The whole suite: lint and each folder of tests, two at a time, each within a budget of seconds.
 
-`python tests/suites.py [suite ...]`. A budget is what a suite may take on two cores that do nothing else. One that is
-over it is named; at PATIENCE times its budget it is stopped and has failed, as has one that ran no test. The last line
-sums up every pytest run: `N passed, N failed`.
+`python tests/suites.py [suite ...]`. Most suites keep one core busy, so they run in pairs, and what each said is
+printed when it ends; those of ALONE watch real processes meet deadlines, and come last, by themselves. A budget is what
+a suite may take on two cores that do nothing else but it and its neighbour. One that is over it is named; at PATIENCE
+times its budget it is stopped and has failed, as has one that ran no test. The last line sums up every pytest run:
+`N passed, N failed`.
 """
 
+import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
 
 ROOT = Path(__file__).parent.parent
 
-# Seconds; their sum is the promise of 25 minutes.
+# Seconds; the two lanes and those alone together are the promise of 25 minutes.
 BUDGETS_S = {
     "lint": 35,
     "architecture": 45,
@@ -32,6 +35,7 @@ BUDGETS_S = {
     "page": 60,
     "system": 340,
 }
+ALONE = {"system"}
 PATIENCE = 1.7  # with a machine that others use too
 LAST_WORDS_S = 10.0
 LINT = (
@@ -50,28 +54,31 @@ class Outcome:
     fault: str  # empty: none
 
 
-def run(command: list[str], limit_s: float) -> tuple[int | None, float]:
-    """Exit status (None: stopped at the limit) and seconds taken. What it started ends with it."""
+async def run(command: list[str], limit_s: float, said: IO[bytes] | None = None) -> tuple[int | None, float]:
+    """Exit status (None: stopped at the limit) and seconds taken; its words go to `said`.
+
+    What it started ends with it, and it ends with whoever waits for it.
+    """
     begun = time.monotonic()
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, start_new_session=True, stdout=said, stderr=said)
     try:
-        return process.wait(limit_s), time.monotonic() - begun
-    except subprocess.TimeoutExpired:
+        return await asyncio.wait_for(process.wait(), limit_s), time.monotonic() - begun
+    except TimeoutError:
         taken_s = time.monotonic() - begun
         process.send_signal(signal.SIGINT)  # pytest then says where it was
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), LAST_WORDS_S)
         return None, taken_s
     finally:
         with contextlib.suppress(ProcessLookupError):  # its whole session may have ended with it
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        await process.wait()
 
 
-def lint(_suite: str, limit_s: float) -> Outcome:
+async def lint(limit_s: float, said: IO[bytes] | None) -> Outcome:
     taken_s, faults = 0.0, []
     for tool, *words in LINT:
-        status, seconds = run([sys.executable, "-m", tool, *words], max(limit_s - taken_s, 0.1))
+        status, seconds = await run([sys.executable, "-m", tool, *words], max(limit_s - taken_s, 0.1), said)
         taken_s += seconds
         if status != 0:
             faults.append(f"{tool} {words[0]} " + ("was stopped" if status is None else "found faults"))
@@ -91,11 +98,11 @@ def counted(report: Path) -> tuple[int, int]:
     return passed, failed
 
 
-def tests(suite: str, limit_s: float) -> Outcome:
+async def tests(suite: str, limit_s: float, said: IO[bytes] | None) -> Outcome:
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-q", f"tests/{suite}", f"--junitxml={report}", "--durations=5", "-o", "junit_family=xunit2"]
-        status, seconds = run([sys.executable, "-m", "pytest", *words], limit_s)
+        status, seconds = await run([sys.executable, "-m", "pytest", *words], limit_s, said)
         passed, failed = counted(report)
     match status:
         case 0:
@@ -109,16 +116,53 @@ def tests(suite: str, limit_s: float) -> Outcome:
     return Outcome(suite, seconds, passed, failed, fault)
 
 
-def main(names: list[str]) -> int:
+async def outcome_of(suite: str, said: IO[bytes] | None = None) -> Outcome:
+    limit_s = PATIENCE * BUDGETS_S[suite]
+    return await (lint(limit_s, said) if suite == "lint" else tests(suite, limit_s, said))
+
+
+async def lane(suites: list[str], outcomes: list[Outcome]) -> None:
+    """Takes the next suite as long as there is one. It is silent while it runs, then printed in one piece."""
+    while suites:
+        suite = suites.pop(0)
+        print(f"... {suite} began", flush=True)
+        with TemporaryFile() as said:
+            done = await outcome_of(suite, said)
+            said.seek(0)
+            words = said.read().decode(errors="replace")
+        print(f"\n=== {suite} (within {BUDGETS_S[suite]} s) ===\n{words}", flush=True)
+        outcomes.append(done)
+
+
+def longest_s(budgets_s: dict[str, int]) -> float:
+    """Seconds of the whole run if each suite takes all of its budget."""
+    ends = [0, 0]
+    for suite in sorted(budgets_s.keys() - ALONE, key=lambda name: -budgets_s[name]):
+        ends[ends.index(min(ends))] += budgets_s[suite]
+    return max(ends) + sum(budgets_s[suite] for suite in ALONE)
+
+
+async def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in BUDGETS_S]
     if unknown:
         print(f"no such suite: {', '.join(unknown)}; there are {', '.join(BUDGETS_S)}", file=sys.stderr)
         return 2
-    outcomes = []
-    for suite in names or list(BUDGETS_S):
-        budget_s = BUDGETS_S[suite]
-        print(f"\n=== {suite} (within {budget_s} s) ===", flush=True)
-        outcomes.append((lint if suite == "lint" else tests)(suite, PATIENCE * budget_s))
+    suites, outcomes = names or list(BUDGETS_S), list[Outcome]()
+    if len(suites) > 1:
+        # The longest first, so that neither lane is left alone with it.
+        paired = sorted((suite for suite in suites if suite not in ALONE), key=lambda suite: -BUDGETS_S[suite])
+        suites = [suite for suite in suites if suite in ALONE]
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(2):
+                lanes.create_task(lane(paired, outcomes))
+    for suite in suites:
+        print(f"\n=== {suite} (within {BUDGETS_S[suite]} s) ===", flush=True)
+        outcomes.append(await outcome_of(suite))
+    return told(outcomes)
+
+
+def told(outcomes: list[Outcome]) -> int:
+    """Prints the table; the exit status."""
     print(f"\n{'suite':<14}{'passed':>8}{'failed':>8}{'seconds':>9}{'budget':>8}")
     for done in outcomes:
         line = f"{done.suite:<14}{done.passed:>8}{done.failed:>8}{done.seconds:>9.1f}{BUDGETS_S[done.suite]:>8}"
@@ -131,4 +175,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(asyncio.run(main(sys.argv[1:])))

@@ -1,5 +1,6 @@
 """The runner's own promises: budgets are held, and under CI nothing is set aside in silence."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.source import ROOT
-from tests.suites import BUDGETS_S, counted, run
+from tests.suites import BUDGETS_S, counted, longest_s, run
+
+INSTALL_S = 300  # what `.ci/run` takes before the first suite, on a machine that has nothing
 
 
 def test_the_budgets_keep_the_promise_of_25_minutes_and_cover_every_folder() -> None:
-    assert sum(BUDGETS_S.values()) <= 25 * 60
+    assert INSTALL_S + longest_s(BUDGETS_S) <= 25 * 60
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.glob("test_*.py"))}
     assert folders <= BUDGETS_S.keys()
 
@@ -26,7 +29,7 @@ def test_what_is_at_its_limit_is_stopped_with_all_that_it_started(tmp_path: Path
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)"
     )
-    status, _ = run([sys.executable, "-c", code], limit_s=3)
+    status, _ = asyncio.run(run([sys.executable, "-c", code], limit_s=3))
     assert status is None
     stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
     deadline = time.monotonic() + 10
