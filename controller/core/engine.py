@@ -29,7 +29,6 @@ from kilburn.controller.core.events import (
     Names,
     Note,
     NoteKind,
-    NotPinned,
     Pin,
     Refusal,
     Refused,
@@ -44,13 +43,15 @@ from kilburn.controller.core.events import (
     Unpin,
 )
 from kilburn.controller.core.fairness import Fairness
+from kilburn.controller.core.homeless import Homeless
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiting, shorter
 from kilburn.controller.core.memory import Memory
-from kilburn.controller.core.placement import Home, choose
+from kilburn.controller.core.pinning import Pinning
+from kilburn.controller.core.placement import Home
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefix_index import Salt
-from kilburn.controller.core.prefixes import PinGroup, Prefix, public_run
+from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
@@ -92,13 +93,6 @@ class EngineSettings:
     aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
 
 
-@dataclass(slots=True)
-class _Homeless:
-    group: Group
-    since: float
-    was_displaced: bool = False  # by the end of a lease
-
-
 class Engine:
     """See the file's head. Not thread-safe, not async; knows no text, no sockets and no clock."""
 
@@ -112,12 +106,11 @@ class Engine:
         self._homes: dict[bytes, Home] = {}
         self._groups: dict[int, Group] = {}
         self._placed: dict[int, Home] = {}
-        self._homeless: list[_Homeless] = []
-        self._prefixes: dict[int, Prefix] = {}
+        self._homeless = Homeless(settings.recovery_s)
+        self._pinning = Pinning(settings.most_pinned)
         self._model_digest: bytes | None = None
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
-        self._num_displaced = self._num_recovered = 0  # requests
         self._is_closing = False
         self._fairness = Fairness() if settings.is_fair else None
         self._outflow, self._clocks = Outflow(), Clocks()
@@ -152,7 +145,7 @@ class Engine:
     @property
     def deadline(self) -> float | None:
         """When a Tick is wanted, if nothing else happens before."""
-        times = [homeless.since + self.settings.recovery_s for homeless in self._homeless]
+        times = self._homeless.deadlines
         if self._clocks.next_at is not None:
             times.append(self._clocks.next_at)
         for home in self._homes.values():
@@ -212,7 +205,7 @@ class Engine:
             return
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
-        group = _group(submit, place, Salt(submit.salt, public_run(submit.prompt, self._prefixes.values())))
+        group = _group(submit, place, self._pinning.salt_of(submit.salt, submit.prompt))
         group.turn = turn_of(place, now, self.settings.aging_s)
         group.tenant, group.weight = submit.tenant, submit.weight
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
@@ -220,7 +213,7 @@ class Engine:
             effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
             return
         self._groups[submit.request_id] = group
-        self._homeless.append(_Homeless(group, now))
+        self._homeless.arrived(group, now)
         settings = self.settings
         for limit, seconds in (
             (Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),
@@ -238,7 +231,7 @@ class Engine:
         settings, (num_waiting, num_tokens) = self.settings, self._waiting()
         num_over = num_waiting + 1 - settings.max_waiting
         if self._fairness is not None:
-            num_its = sum(homeless.group.tenant == submit.tenant for homeless in self._homeless)
+            num_its = sum(group.tenant == submit.tenant for group in self._homeless.groups)
             num_its += self._fairness.num_waiting(submit.tenant)
             num_over = max(num_over, num_its + 1 - (settings.max_waiting + 1) // 2)
         tokens_over = (
@@ -253,44 +246,23 @@ class Engine:
     def _waiting(self) -> tuple[int, int]:
         """Requests that wait, here or for a worker group, and the tokens of their prompts."""
         lines = [home.scheduler.line.waiting for home in self._homes.values()]
-        num_requests = len(self._homeless) + sum(waiting.num_requests for waiting in lines)
-        num_tokens = sum(homeless.group.num_prompt for homeless in self._homeless)
+        num_requests = len(self._homeless.strays) + sum(waiting.num_requests for waiting in lines)
+        num_tokens = sum(group.num_prompt for group in self._homeless.groups)
         return num_requests, num_tokens + sum(waiting.num_tokens for waiting in lines)
 
     def _pin(self, pin: Pin, effects: list[Effect]) -> None:
-        salt = Salt() if pin.is_public else Salt(pin.salt, public_run(pin.tokens, self._prefixes.values()))
-        prefix = Prefix(pin.prefix_id, pin.tokens, salt, pin.is_public)
         if self._is_closing:
             effects.append(Refused(pin.prefix_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
             return
-        if not pin.tokens:
-            effects.append(Refused(pin.prefix_id, Refusal.EMPTY, "the prefix has no tokens"))
-            return
+        refused = self._pinning.pin(pin, self._homes.values(), self._homeless.groups)
+        if refused is not None:
+            effects.append(refused)
         for home in self._homes.values():
-            objection = self._pin_on(home, prefix)
-            if objection is not None:
-                self._unpin(pin.prefix_id)
-                effects.append(Refused(pin.prefix_id, *objection))
-                return
-        self._prefixes[pin.prefix_id] = prefix
-
-    def _pin_on(self, home: Home, prefix: Prefix) -> tuple[Refusal, str] | None:
-        """Have a worker group compute and hold a prefix; returns why, and the reason in words, where it cannot."""
-        self._num_arrivals += 1
-        group = PinGroup(prefix, self._num_arrivals)
-        objection = home.scheduler.objection_to_pin(
-            group, self.settings.most_pinned, [homeless.group for homeless in self._homeless]
-        )
-        if objection is None:
-            home.scheduler.line.enqueue(group)
-        return objection
+            self._forget_ended(home)
 
     def _unpin(self, prefix_id: int) -> None:
-        self._prefixes.pop(prefix_id, None)
+        self._pinning.unpin(prefix_id, self._homes.values())
         for home in self._homes.values():
-            for pin in home.scheduler.line.all_pins:
-                if pin.request_id == prefix_id:
-                    home.scheduler.line.cancel(pin)
             self._forget_ended(home)
 
     def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
@@ -322,7 +294,7 @@ class Engine:
             self._drop_homeless(group)
 
     def _drop_homeless(self, group: Group) -> None:
-        self._homeless = [homeless for homeless in self._homeless if homeless.group is not group]
+        self._homeless.drop(group)
         del self._groups[group.request_id]
 
     def _forget_ended(self, home: Home) -> None:
@@ -378,10 +350,7 @@ class Engine:
         scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness)
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
-        for prefix in self._prefixes.values():
-            objection = self._pin_on(self._homes[peer], prefix)
-            if objection is not None:
-                effects.append(NotPinned(prefix.prefix_id, hello.name, objection[1]))
+        effects.extend(self._pinning.restore(self._homes[peer], self._homeless.groups))
         welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
         effects.append(Send(peer, welcome))
         effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
@@ -428,9 +397,8 @@ class Engine:
             effects.append(Names(home.lease.hello.name, [], names))
         for group in home.scheduler.evacuate():
             del self._placed[group.request_id]
-            self._homeless.append(_Homeless(group, now, was_displaced=True))
+            self._homeless.displaced(group, now)
             effects.append(Turned(group.request_id, Turn.DISPLACED, f"lease {home.lease.id} ended: {reason}"))
-            self._num_displaced += 1
 
     # --- what time and room bring about
 
@@ -467,32 +435,8 @@ class Engine:
         self._cancel(request_id)
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
-        """A home for each group without one, in order of their turns; a word to those who have waited too long."""
-        remaining: list[_Homeless] = []
-        for homeless in sorted(self._homeless, key=lambda h: h.group.turn):
-            group = homeless.group
-            home = choose(self._homes.values(), group)
-            if home is not None:
-                self._placed[group.request_id] = home
-                where = f"lease {home.lease.id} of {home.lease.hello.name}"
-                effects.append(Turned(group.request_id, Turn.PLACED, where))
-                home.scheduler.line.enqueue(group)
-                self._num_recovered += homeless.was_displaced
-            elif now >= homeless.since + self.settings.recovery_s:
-                self._give_up(group, effects)
-            else:
-                remaining.append(homeless)
-        self._homeless = remaining
-
-    def _give_up(self, group: Group, effects: list[Effect]) -> None:
-        message = f"no worker could take the request within {self.settings.recovery_s:g} s"
-        del self._groups[group.request_id]
-        if group.has_started:
-            effects.extend(Finished(group.request_id, i, FinishReason.ERROR, message) for i in group.indices())
-        else:
-            effects.append(Refused(group.request_id, Refusal.NO_WORKER, message))
-        for sequence in group.live:
-            sequence.move(State.FINISHED)
+        for group in self._homeless.settle(self._homes.values(), self._placed, now, effects):
+            del self._groups[group.request_id]
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
@@ -535,12 +479,12 @@ class Engine:
         return Snapshot(
             groups=tuple([group_snapshot(home) for home in self._homes.values()]),
             requests=len(self._groups),
-            homeless_requests=len(self._homeless),
+            homeless_requests=len(self._homeless.strays),
             waiting_requests=num_waiting,
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
-            requests_displaced=self._num_displaced,
-            requests_recovered=self._num_recovered,
+            requests_displaced=self._homeless.num_displaced,
+            requests_recovered=self._homeless.num_recovered,
             laws_broken=self._laws_broken,
             is_closing=self._is_closing,
             waiting_tokens=num_tokens,
@@ -553,7 +497,7 @@ class Engine:
     def block_map(self) -> BlockMap:
         """Memory block by block and requests one by one. For onlookers who look some times a second, not every step."""
         homes = list(self._homes.values())
-        rows = request_rows(homes, [homeless.group for homeless in self._homeless])
+        rows = request_rows(homes, self._homeless.groups)
         return BlockMap(self.snapshot(), tuple([worker_map(home) for home in homes]), rows, all_tables(homes))
 
     def validate(self) -> None:
@@ -566,10 +510,10 @@ class Engine:
             for g in (*home.scheduler.line.running, *home.scheduler.line.waiting)
             if not isinstance(g, PinGroup)
         }
-        homeless = {entry.group.request_id for entry in self._homeless}
+        homeless = {group.request_id for group in self._homeless.groups}
         if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
             raise LawBroken("a request is in two places, or in none")
-        if len(self._homeless) != len(homeless):
+        if len(self._homeless.strays) != len(homeless):
             raise LawBroken("a request waits for a home twice")
 
     def contain(self, now: float) -> list[Effect]:

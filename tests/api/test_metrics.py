@@ -201,7 +201,7 @@ async def test_a_fault_in_the_figures_is_logged_and_serving_goes_on(
 ) -> None:
     async with served(tmp_path) as world:
         engine = world.driver.engine
-        kept, engine._num_displaced = engine._num_displaced, None  # type: ignore[assignment]  # a bug of our own
+        kept, engine._leases_ended = engine._leases_ended, None  # type: ignore[assignment]  # a bug of our own
         answer = asyncio.ensure_future(ask(world, max_tokens=40))
         with caplog.at_level(logging.ERROR):
             async with world.session.get(world.url + "/metrics") as response:
@@ -209,7 +209,7 @@ async def test_a_fault_in_the_figures_is_logged_and_serving_goes_on(
         assert "Traceback" in caplog.text
         await ask(world)
         assert len((await answer)["choices"][0]["text"]) > 0
-        engine._num_displaced = kept
+        engine._leases_ended = kept
         assert total(await samples(world), "kilburn_requests_finished_total", reason="length") == 2
 
 

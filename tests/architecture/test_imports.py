@@ -30,7 +30,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
-    ("block_map", "door", "limits"),
+    ("block_map", "door", "homeless", "limits", "pinning"),
     ("snapshot",),
     ("placement",),
     ("scheduler", "lease"),

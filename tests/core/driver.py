@@ -323,7 +323,7 @@ class Hand:
         assert host.num_available == host.num_blocks
         assert not self.engine._groups
         assert not self.engine._placed
-        assert not self.engine._homeless
+        assert not self.engine._homeless.strays
 
 
 def answer(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from kilburn.controller.core.block_pool import Name
-from kilburn.controller.core.engine import _Homeless
 from kilburn.controller.core.events import Arrived, NoteKind, Tick
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.shared.sampling import Sampling
@@ -211,14 +210,15 @@ def lose_a_waiting_request(hand: Hand) -> None:
 
 
 def be_in_two_places(hand: Hand) -> None:
-    hand.engine._homeless.append(_Homeless(hand.group(4), 0.0))
+    hand.engine._homeless.arrived(hand.group(4), 0.0)
 
 
 def be_homeless_twice(hand: Hand) -> None:
     group = hand.line().waiting.fresh[-1]
     hand.line().waiting.remove(group)
     del hand.engine._placed[group.request_id]
-    hand.engine._homeless.extend([_Homeless(group, 0.0), _Homeless(group, 0.0)])
+    for _ in range(2):
+        hand.engine._homeless.arrived(group, 0.0)
 
 
 def forget_where_it_is(hand: Hand) -> None:

@@ -223,8 +223,8 @@ MUTANTS = [
     ),
     one(
         "nobody is told that no worker came back",
-        "engine.py",
-        "elif now >= homeless.since + self.settings.recovery_s:",
+        "homeless.py",
+        "elif now >= stray.since + self.recovery_s:",
         "elif False:",
     ),
     # --- limits
@@ -302,7 +302,7 @@ MUTANTS = [
     one(
         "a lease's end forgets its requests",
         "engine.py",
-        "            self._homeless.append(_Homeless(group, now, was_displaced=True))\n",
+        "            self._homeless.displaced(group, now)\n",
         "            del self._groups[group.request_id]\n",
     ),
     # --- limits
@@ -532,12 +532,12 @@ MUTANTS = [
     one(
         "a prefix is not restored",
         "engine.py",
-        "            objection = self._pin_on(self._homes[peer], prefix)",
-        "            objection = None",
+        "        effects.extend(self._pinning.restore(self._homes[peer], self._homeless.groups))\n",
+        "",
     ),
     one(
         "a deleted prefix keeps its blocks",
-        "engine.py",
+        "pinning.py",
         "                    home.scheduler.line.cancel(pin)",
         "                    pass",
     ),
