@@ -22,7 +22,8 @@ from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.malformed import connection_log, hide_software
-from kilburn.controller.api.routes import Service, application
+from kilburn.controller.api.routes import application
+from kilburn.controller.api.service import Service
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.policy import Preemption

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
+from kilburn.controller.api.errors import ApiError, encoded
+from kilburn.controller.api.sse import DONE, frame
 from kilburn.controller.choice import Delta, Scored
 from kilburn.controller.streams import Answer
 from kilburn.controller.text import Text
@@ -35,12 +37,18 @@ class Layout(Protocol):
 
     def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
-    def opening(self, num_choices: int) -> Iterator[str]:
-        """Chunks before any text."""
+    # Streamed, as whole events:
 
-    def chunks(self, delta: Delta) -> Iterator[str]: ...
+    def opening(self, answer: Answer) -> Iterable[str]:
+        """Before any text."""
 
-    def usage_chunk(self, answer: Answer) -> str: ...
+    def chunks(self, delta: Delta) -> Iterable[str]: ...
+
+    def ending(self, answer: Answer) -> Iterable[str]:
+        """Behind the last text."""
+
+    def broken(self, error: ApiError) -> Iterable[str]:
+        """In place of an ending."""
 
 
 def usage(answer: Answer) -> dict[str, Any]:
@@ -58,14 +66,21 @@ class _Head:
     def __init__(self, prefix: str, kind: str, model: str, with_usage: bool) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self.fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._begin = to_json(self.fields)[:-1] + ',"choices":['
-        self.tail = '],"usage":null}' if with_usage else "]}"
+        self._with_usage = with_usage
+        self._begin = "data: " + to_json(self.fields)[:-1] + ',"choices":['
+        self._tail = ('],"usage":null}' if with_usage else "]}") + "\n\n"
 
     def chunk(self, choice: str) -> str:
-        return f"{self._begin}{choice}{self.tail}"
+        return f"{self._begin}{choice}{self._tail}"
 
-    def usage_chunk(self, answer: Answer) -> str:
-        return f'{self._begin}],"usage":{to_json(usage(answer))}}}'
+    def ending(self, answer: Answer) -> Iterator[str]:
+        if self._with_usage:
+            yield f'{self._begin}],"usage":{to_json(usage(answer))}}}\n\n'
+        yield DONE
+
+    def broken(self, error: ApiError) -> Iterator[str]:
+        yield frame(encoded(error))
+        yield DONE
 
 
 class CompletionLayout:
@@ -90,7 +105,7 @@ class CompletionLayout:
         ]
         return {**self._head.fields, "choices": choices, "usage": usage(answer)}
 
-    def opening(self, num_choices: int) -> Iterator[str]:
+    def opening(self, answer: Answer) -> Iterator[str]:
         return iter(())
 
     def chunks(self, delta: Delta) -> Iterator[str]:
@@ -102,8 +117,11 @@ class CompletionLayout:
             body = f'"text":"","logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
 
-    def usage_chunk(self, answer: Answer) -> str:
-        return self._head.usage_chunk(answer)
+    def ending(self, answer: Answer) -> Iterator[str]:
+        return self._head.ending(answer)
+
+    def broken(self, error: ApiError) -> Iterator[str]:
+        return self._head.broken(error)
 
     def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:
         scored = list(scored)
@@ -142,8 +160,8 @@ class ChatLayout:
         fields = {**self._head.fields, "object": "chat.completion"}
         return {**fields, "choices": choices, "usage": usage(answer)}
 
-    def opening(self, num_choices: int) -> Iterator[str]:
-        for index in range(num_choices):
+    def opening(self, answer: Answer) -> Iterator[str]:
+        for index in range(len(answer.choices)):
             body = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             yield self._head.chunk(f'{{"index":{index},{body}}}')
 
@@ -156,8 +174,11 @@ class ChatLayout:
             body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
 
-    def usage_chunk(self, answer: Answer) -> str:
-        return self._head.usage_chunk(answer)
+    def ending(self, answer: Answer) -> Iterator[str]:
+        return self._head.ending(answer)
+
+    def broken(self, error: ApiError) -> Iterator[str]:
+        return self._head.broken(error)
 
     def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:
         content = [

@@ -1,150 +1,53 @@
-"""Every route, and what happens between a request and its answer.
+"""Every route, and what each makes of its request.
 
-    body -> schema -> ids -> streams.ask -> Answer -> whole: one JSON body   or   stream: events as deltas come
+    body -> schema -> ids -> asks, layout -> answering.py
 
-A client that leaves cancels its handler (the server is told to do so), and `finally` gives back what the answer holds,
-streaming or not. What this file does not know: the engine, keys, how errors look.
+What this file does not know: the engine, keys, how errors look.
 """
-
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from aiohttp import web
 
-from kilburn.controller.api.asking import Asking, chat_ask, completion_asks
-from kilburn.controller.api.checks import read_as, read_json
-from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error, failure, refusal
+from kilburn.controller.api.answering import REQUEST_ID, Answering
+from kilburn.controller.api.asking import completion_asks
+from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error
 from kilburn.controller.api.guard import TENANT, Access, Guard
-from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Layout, to_json
+from kilburn.controller.api.layout import ChatLayout, CompletionLayout, to_json
 from kilburn.controller.api.malformed import SERVER_NAME
-from kilburn.controller.api.messages import for_template
 from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from kilburn.controller.api.sse import EventStream
+from kilburn.controller.api.service import Service
 from kilburn.controller.auth import Keyring
-from kilburn.controller.choice import Ask, Delta, Origin
-from kilburn.controller.health import Health
-from kilburn.controller.metrics import CONTENT_TYPE, Metrics
-from kilburn.controller.named import NamedPrefixes
-from kilburn.controller.page.feed import Feed
+from kilburn.controller.metrics import CONTENT_TYPE
 from kilburn.controller.page.routes import PageRoutes
-from kilburn.controller.story import Chronicle
-from kilburn.controller.streams import Answer, Streams
 from kilburn.controller.telling import as_data
-from kilburn.controller.template import TemplateRefused
-from kilburn.controller.text import ChatOptions, Text
-from kilburn.shared.types import FinishReason
-
-T = TypeVar("T")
-REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """All that the routes stand on."""
-
-    asking: Asking
-    streams: Streams
-    names: NamedPrefixes
-    chronicle: Chronicle
-    metrics: Metrics
-    feed: Feed
-    model_name: str
-    created: int  # when this service began, in seconds
-    max_len: Callable[[], int | None]
-    health: Callable[[], Health]
-
-    @property
-    def text(self) -> Text:
-        return self.asking.text
+from kilburn.controller.text import ChatOptions
 
 
 class Routes:
     """The handlers. Each returns a response or raises ApiError."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
+        self._service, self._answering = service, Answering(service)
 
     # --- answers
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         service = self._service
-        wanted = await self._read(CompletionRequest, request)
-        self._check_model(wanted.model)
+        wanted = await service.read(CompletionRequest, request)
+        service.check_model(wanted.model)
         asks = await completion_asks(wanted, service.asking, request[TENANT])
         with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
         layout = CompletionLayout(service.text, service.model_name, wanted.logprobs is not None, with_usage)
-        return await self._answer(request, asks, layout, wanted.stream, with_usage)
+        return await self._answering.answer(request, asks, layout, wanted.stream)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         service = self._service
-        wanted = await self._read(ChatRequest, request)
-        self._check_model(wanted.model)
-        generation = wanted.add_generation_prompt
-        options = ChatOptions(
-            add_generation_prompt=not wanted.continue_final_message if generation is None else generation,
-            continue_final_message=wanted.continue_final_message,
-            trusted=wanted.allow_special_tokens,
-            extra=tuple((wanted.chat_template_kwargs or {}).items()),
-        )
-        ids = await self._chat_ids(wanted.messages, options)
-        asks = [await chat_ask(wanted, ids, service.asking, request[TENANT])]
+        wanted = await service.read(ChatRequest, request)
+        service.check_model(wanted.model)
+        asks = [await self._answering.chat_ask(wanted, request[TENANT])]
         with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
         layout = ChatLayout(service.text, service.model_name, wanted.logprobs, with_usage)
-        return await self._answer(request, asks, layout, wanted.stream, with_usage)
-
-    async def _chat_ids(self, messages: Sequence[object], options: ChatOptions) -> list[int]:
-        text = self._service.text
-        if not text.has_template:
-            raise bad_request("messages", "this model has no chat template; use /v1/completions")
-        given = for_template(messages)
-        if options.continue_final_message and given[-1]["role"] != "assistant":
-            raise bad_request("messages", "continue_final_message wants an assistant message at the end")
-        try:
-            return await text.encode_chat(given, options)
-        except TemplateRefused as error:
-            raise bad_request("messages", str(error)) from None
-
-    async def _answer(
-        self, request: web.Request, asks: Sequence[Ask], layout: Layout, is_stream: bool, with_usage: bool
-    ) -> web.StreamResponse:
-        streams = self._service.streams
-        origin = _origin(request, layout.id)
-        request[REQUEST_ID] = origin.client_id or origin.answer_id
-        answer = await streams.ask([replace(ask, origin=origin) for ask in asks])
-        try:
-            if answer.refused is not None:
-                raise refusal(answer.refused)
-            if is_stream:
-                return await self._stream(request, answer, layout, with_usage)
-            deltas = await answer.whole()
-            if (broken := _broken(answer, deltas)) is not None:
-                raise broken
-            return web.json_response(layout.whole(answer, answer.best(deltas)), dumps=to_json)
-        finally:
-            streams.leave(answer)
-
-    async def _stream(
-        self, request: web.Request, answer: Answer, layout: Layout, with_usage: bool
-    ) -> web.StreamResponse:
-        events = EventStream(request, _engine_ids(request, answer))
-        await events.open()
-        await events.send(layout.opening(len(answer.choices)))
-        while not answer.is_over:
-            deltas = await answer.deltas()
-            if (broken := _broken(answer, deltas)) is not None:
-                if answer.refused is not None and broken.code is not None:
-                    self._service.streams.counts.refusal(broken.code)  # it has begun to answer: nobody else will
-                await events.end(broken)
-                return events.response
-            await events.send([chunk for delta in deltas for chunk in layout.chunks(delta)])
-        if with_usage:
-            await events.send([layout.usage_chunk(answer)])
-        await events.end()
-        return events.response
+        return await self._answering.answer(request, asks, layout, wanted.stream)
 
     # --- about the model
 
@@ -152,7 +55,7 @@ class Routes:
         return web.json_response({"object": "list", "data": [self._model()]}, dumps=to_json)
 
     async def model(self, request: web.Request) -> web.Response:
-        self._check_model(request.match_info["model"])
+        self._service.check_model(request.match_info["model"])
         return web.json_response(self._model(), dumps=to_json)
 
     def _model(self) -> dict[str, object]:
@@ -162,15 +65,15 @@ class Routes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         service = self._service
-        wanted = await self._read(TokenizeRequest, request)
-        self._check_model(wanted.model)
+        wanted = await service.read(TokenizeRequest, request)
+        service.check_model(wanted.model)
         if wanted.messages is not None:
             options = ChatOptions(
                 add_generation_prompt=wanted.add_generation_prompt and not wanted.continue_final_message,
                 continue_final_message=wanted.continue_final_message,
                 trusted=wanted.allow_special_tokens,
             )
-            ids = await self._chat_ids(wanted.messages, options)
+            ids = await self._answering.chat_ids(wanted.messages, options)
         else:
             add_special = wanted.add_special_tokens is not False
             (ids,) = await service.text.encode(
@@ -182,8 +85,8 @@ class Routes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         service = self._service
-        wanted = await self._read(DetokenizeRequest, request)
-        self._check_model(wanted.model)
+        wanted = await service.read(DetokenizeRequest, request)
+        service.check_model(wanted.model)
         beyond = [id for id in wanted.tokens if id >= service.asking.capacity.vocab_size]
         if beyond:
             raise bad_request("tokens", f"tokens: this model has no token {beyond[0]}")
@@ -215,52 +118,11 @@ class Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    # ---
-
-    async def _read(self, cls: type[T], request: web.Request) -> T:
-        return read_as(cls, read_json(await request.read()))
-
-    def _check_model(self, name: str) -> None:
-        ours = self._service.model_name
-        if name and name != ours:
-            raise ApiError(
-                404, f"this server has no model of that name; it serves {ours}", param="model", code="model_not_found"
-            )
-
-
-def _origin(request: web.Request, answer_id: str) -> Origin:
-    """Who asks. What a client calls its request is taken over where it is a plain name."""
-    headers, client_id = request.headers, request.headers.get("X-Request-Id", "")
-    return Origin(
-        answer_id,
-        client_id if CLIENT_ID.fullmatch(client_id) else "",
-        request[TENANT].name,
-        headers.get("traceparent", ""),
-        headers.get("tracestate", ""),
-    )
-
 
 def _told(reason: str | None) -> web.Response:
     if reason is None:
         return web.json_response({"status": "ok"})
     return web.json_response({"status": "unavailable", "reason": reason}, status=503)
-
-
-def _engine_ids(request: web.Request, answer: Answer) -> dict[str, str]:
-    """What the block map calls these requests. For those who may see it: the numbers count everybody's requests."""
-    return {"X-Kilburn-Requests": ",".join(map(str, answer.request_ids))} if request[TENANT].is_admin else {}
-
-
-def _broken(answer: Answer, deltas: Sequence[Delta]) -> ApiError | None:
-    """Why an answer can no longer be completed."""
-    if answer.refused is not None:
-        return refusal(answer.refused)
-    for delta in deltas:
-        if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED):
-            return failure(delta.message, delta.finish)
-        if delta.finish is FinishReason.TIMEOUT and not answer.num_tokens:
-            return failure(delta.message, delta.finish)
-    return None
 
 
 def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.Application:

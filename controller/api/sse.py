@@ -1,4 +1,4 @@
-"""Server-sent events: one response, one line of data at a time.
+"""Server-sent events: one response, one frame at a time.
 
 An answer that breaks off after its first byte can no longer change its status: the error is an event of its own, and
 then the stream ends as any does, so that no reader waits for more.
@@ -9,13 +9,19 @@ from types import MappingProxyType
 
 from aiohttp import web
 
-from kilburn.controller.api.errors import ApiError, encoded
-
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # proxies: pass each event on at once
 }
+
+
+def frame(data: str, name: str = "") -> str:
+    """One event. `data` has no line breaks, as JSON has none."""
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+DONE = frame("[DONE]")  # how OpenAI ends a stream
 
 
 class EventStream:
@@ -28,12 +34,12 @@ class EventStream:
     async def open(self) -> None:
         await self.response.prepare(self._request)
 
-    async def send(self, events: Iterable[str]) -> None:
+    async def write(self, frames: Iterable[str]) -> None:
         """All of them in one write. Waits while the reader is slow."""
-        data = "".join([f"data: {event}\n\n" for event in events])
+        data = "".join(frames)
         if data:
             await self.response.write(data.encode())
 
-    async def end(self, error: ApiError | None = None) -> None:
-        await self.send([encoded(error), "[DONE]"] if error is not None else ["[DONE]"])
+    async def end(self, frames: Iterable[str] = (DONE,)) -> None:
+        await self.write(frames)
         await self.response.write_eof()

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kilburn.controller.api.errors import ApiError, Handler
 from kilburn.controller.api.guard import Access
-from kilburn.controller.api.sse import EventStream
+from kilburn.controller.api.sse import EventStream, frame
 from kilburn.controller.page.feed import Feed, TooManyViewers
 
 FOLDER = Path(__file__).parent
@@ -84,7 +84,7 @@ class PageRoutes:
     async def _send(self, stream: EventStream, event: str) -> None:
         try:
             async with asyncio.timeout(SLOWEST_WRITE_S):
-                await stream.send([event])
+                await stream.write([frame(event)])
         except TimeoutError:
             raise ConnectionResetError("a viewer takes nothing any more") from None
 
