@@ -87,6 +87,7 @@ class Delta:
     finish: FinishReason | None  # set in the last delta, and only there
     message: str = ""
     beam: Beam | None = None  # of a beam search: what its choice scored
+    stop: str = ""  # the stop string that ended it
 
 
 class Choice:
@@ -203,7 +204,8 @@ class Choice:
         scored, self._scored_out = self._scored_out, []
         finish = None if self._told else self.finish
         self._told = self.finish is not None
-        return Delta(self.index, text, scored, finish, self._message, self.beam)
+        stop = self._stops.completed if self._stops is not None else ""
+        return Delta(self.index, text, scored, finish, self._message, self.beam, stop)
 
     @property
     def num_held_characters(self) -> int:

@@ -85,23 +85,24 @@ class StopStrings:
     The first to be complete wins, as if the text came letter by letter: so the cut does not depend on the chunking.
     """
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_held", "_include", "_stops", "completed")
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self.completed = ""  # the stop string that was met
 
     def feed(self, piece: str) -> tuple[str, bool]:
         """(text that may be sent, whether a stop string was completed). After True nothing more is to be fed."""
         text = self._held + piece
-        first: tuple[int, int] | None = None
+        first: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
-            if start >= 0 and (first is None or (start + len(stop), start) < first):
-                first = (start + len(stop), start)
+            if start >= 0 and (first is None or (start + len(stop), start, stop) < first):
+                first = (start + len(stop), start, stop)
         if first is not None:
-            end, start = first
+            end, start, self.completed = first
             self._held = ""
             return text[: end if self._include else start], True
         keep = self._tail(text)

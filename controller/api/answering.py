@@ -38,7 +38,11 @@ class Answering:
         self._service = service
 
     async def chat_ask(self, wanted: ChatRequest, tenant: Tenant) -> Ask:
-        """A conversation, as it is asked for. Raises ApiError."""
+        """Raises ApiError."""
+        return await chat_ask(wanted, await self.conversation(wanted), self._service.asking, tenant)
+
+    async def conversation(self, wanted: ChatRequest) -> list[int]:
+        """The prompt of a chat. Raises ApiError."""
         generation = wanted.add_generation_prompt
         options = ChatOptions(
             add_generation_prompt=not wanted.continue_final_message if generation is None else generation,
@@ -46,8 +50,7 @@ class Answering:
             trusted=wanted.allow_special_tokens,
             extra=tuple((wanted.chat_template_kwargs or {}).items()),
         )
-        ids = await self.chat_ids(wanted.messages, options)
-        return await chat_ask(wanted, ids, self._service.asking, tenant)
+        return await self.chat_ids(wanted.messages, options)
 
     async def chat_ids(self, messages: Sequence[object], options: ChatOptions) -> list[int]:
         """The prompt of a conversation. Raises ApiError."""

@@ -1,6 +1,7 @@
-"""Every error that a client can see, in OpenAI's shape, made in one place.
+"""Every error that a client can see, made in one place, in the shape that its client knows.
 
-    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+    OpenAI's       {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
+    Anthropic's    {"type": "error", "error": {"type": ..., "message": ...}}
 
 An ApiError is written for the client. Any other exception is ours: it is logged here and told as "internal error",
 without its words, which could hold paths, addresses or other people's text.
@@ -8,7 +9,7 @@ without its words, which could hold paths, addresses or other people's text.
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -48,6 +49,18 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
     return ApiError(400, message, param=param, code=code)
 
 
+def renamed(error: ApiError, fields: Mapping[str, str]) -> ApiError:
+    """The same error with fields under other names: those that its client wrote. The first that fits counts."""
+    if error.param is None:
+        return error
+    for ours, theirs in fields.items():
+        if ours in error.param:
+            param = error.param.replace(ours, theirs)
+            message = error.message.replace(error.param, param).replace(ours, theirs)
+            return ApiError(error.status, message, param=param, code=error.code, retry_after_s=error.retry_after_s)
+    return error
+
+
 def refusal(refused: Refused) -> ApiError:
     status, code = _STATUS[refused.refusal]
     message = refused.message or refused.refusal.value
@@ -81,11 +94,36 @@ def encoded(error: ApiError) -> str:
     return json.dumps({"error": about}, ensure_ascii=False)
 
 
-def response(error: ApiError) -> web.Response:
+_ANTHROPICS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def encoded_for_anthropic(error: ApiError) -> str:
+    kind = _ANTHROPICS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    # There is no place for the field's name but the message.
+    is_named = error.param is None or error.param in error.message
+    message = error.message if is_named else f"{error.param}: {error.message}"
+    return json.dumps({"type": "error", "error": {"type": kind, "message": message}}, ensure_ascii=False)
+
+
+def is_anthropics(request: web.Request) -> bool:
+    """Whether its sender reads Anthropic's shapes: the address is theirs, or they say so. It decides nothing else."""
+    return request.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+
+
+def response(error: ApiError, request: web.Request) -> web.Response:
     headers = {"Retry-After": str(error.retry_after_s)} if error.status in (429, 503) else {}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.Response(text=encoded(error), status=error.status, content_type="application/json", headers=headers)
+    text = encoded_for_anthropic(error) if is_anthropics(request) else encoded(error)
+    return web.Response(text=text, status=error.status, content_type="application/json", headers=headers)
 
 
 _SAID = {
@@ -122,18 +160,19 @@ async def every_error(request: web.Request, handler: Handler) -> web.StreamRespo
     try:
         return await handler(request)
     except ApiError as error:
-        return response(error)
+        return response(error, request)
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        answer = response(ApiError(error.status, _SAID.get(error.status, error.reason)))
+        answer = response(ApiError(error.status, _SAID.get(error.status, error.reason)), request)
         if allowed := error.headers.get("Allow"):
             answer.headers["Allow"] = allowed
         return answer
     except web.RequestPayloadError:  # its words quote the body
-        return response(ApiError(400, "the request body is not what its Content-Encoding or Transfer-Encoding says"))
+        said = "the request body is not what its Content-Encoding or Transfer-Encoding says"
+        return response(ApiError(400, said), request)
     except ConnectionError:
         raise  # the client left while it was being written to
     except Exception:
         log.exception("a request to %s failed", request.match_info.route.resource)
-        return response(ApiError(500, "internal error", code="internal_error"))
+        return response(ApiError(500, "internal error", code="internal_error"), request)

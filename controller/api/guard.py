@@ -56,8 +56,8 @@ class Guard:
                     code="forbidden",
                 )
             return ANYONE
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        tenant = self._keyring.tenant_of(key.strip()) if scheme.lower() == "bearer" else None
+        key = _key(request)
+        tenant = self._keyring.tenant_of(key) if key is not None else None
         if tenant is None:
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         if tenant.role not in _ROLES[access] and request.match_info.http_exception is None:
@@ -71,6 +71,14 @@ class Guard:
             return await handler(request)
 
         return guarded
+
+
+def _key(request: web.Request) -> str | None:
+    """As OpenAI's clients send it, or else as Anthropic's do."""
+    if (given := request.headers.get("Authorization")) is None:
+        return request.headers.get("x-api-key")
+    scheme, _, key = given.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def _closed(access: Access, tenant: Tenant) -> str:

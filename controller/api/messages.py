@@ -35,7 +35,7 @@ def _message(given: Any, where: str) -> Message:
     content = given.get("content")
     if content is None and role != "assistant":
         raise bad_request(f"{where}.content", f"{where}.content is missing")
-    message["content"] = _content(content, f"{where}.content")
+    message["content"] = text_of(content, f"{where}.content")
     if calls:
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     for name in ("name", "tool_call_id", "reasoning_content"):
@@ -47,7 +47,8 @@ def _message(given: Any, where: str) -> Message:
     return message
 
 
-def _content(content: Any, where: str) -> str:
+def text_of(content: Any, where: str) -> str:
+    """A content as one text. Raises ApiError."""
     if content is None:
         return ""
     if isinstance(content, str):

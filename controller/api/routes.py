@@ -8,12 +8,14 @@ What this file does not know: the engine, keys, how errors look.
 from aiohttp import web
 
 from kilburn.controller.api.answering import REQUEST_ID, Answering
+from kilburn.controller.api.anthropic_routes import AnthropicRoutes
 from kilburn.controller.api.asking import completion_asks
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, to_json
 from kilburn.controller.api.malformed import SERVER_NAME
 from kilburn.controller.api.prefixes import PrefixRoutes
+from kilburn.controller.api.responses_routes import ResponsesRoutes
 from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kilburn.controller.api.service import Service
 from kilburn.controller.auth import Keyring
@@ -128,11 +130,18 @@ def _told(reason: str | None) -> web.Response:
 def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.Application:
     """All routes behind the guard. Served with handler_cancellation, or blocks of clients that left stay taken."""
     routes = Routes(service)
+    anthropic = AnthropicRoutes(service)
+    responses = ResponsesRoutes(service)
     prefixes = PrefixRoutes(service.text, service.names, service.model_name)
     page = PageRoutes(service.feed)
     table: list[tuple[str, str, Handler, Access]] = [
         ("POST", "/v1/completions", routes.completions, Access.TENANT),
         ("POST", "/v1/chat/completions", routes.chat_completions, Access.TENANT),
+        ("POST", "/v1/responses", responses.create, Access.TENANT),
+        ("GET", "/v1/responses/{id}", responses.stored, Access.TENANT),
+        ("DELETE", "/v1/responses/{id}", responses.stored, Access.TENANT),
+        ("POST", "/v1/messages", anthropic.messages, Access.TENANT),
+        ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, Access.TENANT),
         ("GET", "/v1/models", routes.models, Access.TENANT),
         ("GET", "/v1/models/{model:.+}", routes.model, Access.TENANT),
         ("POST", "/v1/prefixes", prefixes.create, Access.TENANT),

@@ -28,6 +28,7 @@ MOST_BIASES = 1024
 MOST_LOGPROBS = 20
 MOST_SALT_CHARS = 1024
 MOST_PRIORITY = 100
+MOST_TOOLS = 128
 MOST_SECONDS = 86400.0
 MOST_PROMPT_IDS = 1 << 20
 
@@ -118,10 +119,21 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing:
-    """The fields that completions and chat share."""
+class Served:
+    """The fields that every request for an answer has, whatever its API."""
 
     model: str = knob(Words(256), "")
+    stream: bool = knob(Flag(), False)
+    priority: int = knob(Whole(-MOST_PRIORITY, MOST_PRIORITY), 0)  # lower runs first; a server may allow fewer
+    timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # seconds in all, and
+    queue_timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # to begin: within the server's
+    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing(Served):
+    """The fields that completions and chat share."""
+
     max_tokens: int | None = knob(Whole(0, INT32_MAX), None)
     temperature: float = knob(Real(0.0, 2.0), 1.0)
     top_p: float = knob(Real(0.0, 1.0), 1.0)
@@ -140,16 +152,11 @@ class Choosing:
     skip_special_tokens: bool = knob(Flag(), True)
     allow_special_tokens: bool = knob(Flag(), False)  # ours: control tokens written out in the text count as such
     n: int = knob(Whole(1, MOST_CHOICES), 1)
-    priority: int = knob(Whole(-MOST_PRIORITY, MOST_PRIORITY), 0)  # lower runs first; a server may allow fewer
-    timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # seconds in all, and
-    queue_timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # to begin: within the server's
-    stream: bool = knob(Flag(), False)
-    stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)  # noqa: RUF009  # a field
+    stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)
     use_beam_search: bool | None = knob(Flag(), None)
     beam_width: int | None = knob(Whole(1, MOST_BEAMS), None)
     length_penalty: float = knob(Real(-10.0, 10.0), 1.0)
-    early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC)  # noqa: RUF009  # a field
-    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
+    early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC)
     prompt_logprobs: None = knob(Unsupported((), "leave it out"), None)
     truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
@@ -237,7 +244,7 @@ class ChatRequest(Choosing):
     top_logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
     add_generation_prompt: bool | None = knob(Flag(), None)
     continue_final_message: bool = knob(Flag(), False)
-    chat_template_kwargs: dict[str, Any] | None = knob(Tree(4096), None)  # noqa: RUF009  # a field
+    chat_template_kwargs: dict[str, Any] | None = knob(Tree(4096), None)
     chat_template: None = knob(Unsupported((), "only the model's own template is used"), None)
     tool_choice: None = knob(Unsupported(("none",), "calls of tools are not parsed"), None)
     tools: None = knob(Unsupported(([],), "calls of tools are not parsed"), None)

@@ -1,0 +1,36 @@
+"""OpenAI's Responses over HTTP."""
+
+from aiohttp import web
+
+from kilburn.controller.api.answering import Answering
+from kilburn.controller.api.checks import read_as
+from kilburn.controller.api.errors import ApiError, renamed
+from kilburn.controller.api.guard import TENANT
+from kilburn.controller.api.pieces import PlainReader
+from kilburn.controller.api.responses import FIELDS, ResponsesRequest, as_chat
+from kilburn.controller.api.responses_layout import ResponsesLayout
+from kilburn.controller.api.schema import ChatRequest
+from kilburn.controller.api.service import Service
+
+
+class ResponsesRoutes:
+    """The handlers. Each returns a response or raises ApiError."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._answering = service, Answering(service)
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        service = self._service
+        wanted = await service.read(ResponsesRequest, request)
+        service.check_model(wanted.model)
+        body = as_chat(wanted)
+        try:
+            chat = read_as(ChatRequest, body)
+            asks = [await self._answering.chat_ask(chat, request[TENANT])]
+        except ApiError as error:
+            raise renamed(error, FIELDS) from None
+        layout = ResponsesLayout(service.model_name, wanted, PlainReader())
+        return await self._answering.answer(request, asks, layout, wanted.stream)
+
+    async def stored(self, request: web.Request) -> web.Response:
+        raise ApiError(404, "responses are not stored here; keep what you were answered", code="response_not_found")
