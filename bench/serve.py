@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.traces import MOONCAKE_BLOCK, Asked, TraceError, read_trace
+from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked, TraceError, read_trace
 
 PERCENTILES = (50, 90, 95, 99)
 FIRST_ID = 16  # of random prompts: clear of the special ids that most vocabularies begin with
@@ -77,6 +77,8 @@ def chosen(options: argparse.Namespace, dice: random.Random) -> list[Asked]:
     asked = drawn(options, dice)
     if options.trace is not None:
         recorded = read_trace(options.trace)
+        if not all(a.num_prompt for a in recorded):
+            raise TraceError(f"{options.trace}: says nothing of prompts; give a trace that does")
         # Without times its rows are a distribution to draw from; with times, a sequence to replay from its start.
         has_times = recorded[0].at_s is not None
         rows = sorted(recorded, key=lambda a: a.at_s or 0.0) if has_times else dice.sample(recorded, len(recorded))

@@ -15,7 +15,6 @@ comparison.
 """
 
 import argparse
-import gzip
 import json
 import random
 import sys
@@ -30,11 +29,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.traces import Asked, TraceError, read_trace
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Pin, Send, Submit
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker
+from kilburn.controller.simulate.traces import Asked, TraceError, read_trace
 from kilburn.shared.messages import Hello, StepPlan, StepResult, Welcome
 from kilburn.shared.sampling import Sampling
 
@@ -142,25 +141,11 @@ def requests(worker: Worker, asked: Sequence[Asked], kind: str, width: int) -> l
     return events
 
 
-def read_requests(path: Path) -> list[Asked]:
-    """Alpaca's rows, or whatever traces.py reads. Raises TraceError."""
-    raw = path.read_bytes()
-    text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
-    if '"instruction"' not in text[:200]:
-        return read_trace(path)
-    rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.splitlines() if line]
-    found = []
-    for row in rows:
-        prompt, output = f"{row['instruction']}\n{row.get('input', '')}", row.get("output", "")
-        found.append(Asked(None, max(len(prompt) // 4, 1), max(len(output) // 4, 1), prompt))
-    return found
-
-
 def saved_table(worker: Worker, files: dict[str, Path], num_requests: int, progress: Progress) -> tuple[Table, Any]:
     table = Table("requests", "decoding", "width", "saved %", "paper %", "copies", title="memory saved by sharing")
     rows: list[dict[str, Any]] = []
     for name, path in files.items():
-        asked = read_requests(path)
+        asked = read_trace(path)
         asked = random.Random(0).sample(asked, min(num_requests, len(asked)))
         for kind, widths in WIDTHS.items():
             for width in widths:

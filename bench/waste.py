@@ -28,10 +28,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.traces import TraceError, read_trace
 from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.controller.simulate.reservations import Max, Oracle, Paged, Pow2, Reservation, Want
 from kilburn.controller.simulate.saturated import by_engine, by_policy, draw_lengths, mean_shares, slots_of
+from kilburn.controller.simulate.traces import TraceError, read_trace
 
 KINDS = ("used", "reserved", "internal", "external")
 PAPER = {"Orca (Max)": 20.4, "Orca (Pow2)": 26.8, "Orca (Oracle)": 38.2, "paged": 96.3, "Kilburn": 96.3}  # percent used
@@ -52,7 +52,7 @@ def lengths_of(options: argparse.Namespace) -> list[tuple[int, int]]:
         )
     found = []
     for asked in read_trace(options.trace):
-        num_prompt = min(asked.num_prompt, options.max_len - 1)
+        num_prompt = min(max(asked.num_prompt, 1), options.max_len - 1)
         found.append((num_prompt, min(asked.num_output, options.max_len - num_prompt)))
     return Random(options.seed).sample(found, min(options.requests, len(found)))
 
@@ -114,7 +114,9 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, help="lengths of a trace instead of the model (forms: bench/traces.py)")
+    parser.add_argument(
+        "--trace", type=Path, help="lengths of a trace instead of the model (forms: controller/simulate/traces.py)"
+    )
     parser.add_argument("--requests", type=int, default=600)
     parser.add_argument("--mean-prompt", type=float, default=161.0, help="tokens; of ShareGPT, as the paper has it")
     parser.add_argument("--mean-output", type=float, default=338.0)

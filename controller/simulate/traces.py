@@ -5,15 +5,19 @@
     Mooncake JSONL     {"timestamp": ms, "input_length", "output_length", "hash_ids": [...]}
     token JSONL        {"input_toks", "output_toks", "arrival_time_ns", ...}
     ShareGPT JSON(L)   {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]}    no times
+    Alpaca JSON(L)     {"instruction", "input", "output"}                                                     no times
+    answers JSONL      {"L_gt": tokens of the answer, ...}               no times, and no prompts: num_prompt is 0
 
 Plain or gz; the form is told from the content, not from the name. Every fault names its file and line (in a JSON array,
-its entry). ShareGPT rows without a question followed by an answer are left out; their lengths are counted as one token
-per 4 characters, for a trace does not know the tokenizer that it will meet.
+its entry). Rows without a question followed by an answer are left out; lengths of texts are counted as one token per 4
+characters, for a trace does not know the tokenizer that it will meet. Models of clients, which are no requests yet, are
+read by servegen.py.
 """
 
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,7 +38,7 @@ class Asked:
     """One request of a trace."""
 
     at_s: float | None  # since the first request; None where the trace has no times
-    num_prompt: int
+    num_prompt: int  # 0 where the trace does not say
     num_output: int
     text: str = ""  # the prompt itself, where the trace has it
     prefix_blocks: tuple[int, ...] = ()  # equal leading ids: an equal prefix, of MOONCAKE_BLOCK tokens each
@@ -42,11 +46,7 @@ class Asked:
 
 def read_trace(path: Path) -> list[Asked]:
     """All requests of a file, in its order; times count from the earliest. Raises TraceError."""
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error})") from error
+    text = read_text(path)
     found = list(_json_rows(path, text) if text.lstrip()[:1] in ("{", "[") else _csv_rows(path, text))
     if not found:
         raise TraceError(f"{path}: holds no request that could be replayed")
@@ -56,6 +56,15 @@ def read_trace(path: Path) -> list[Asked]:
         Asked(None if a.at_s is None else a.at_s - start_s, a.num_prompt, a.num_output, a.text, a.prefix_blocks)
         for a in found
     ]
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, plain or gz. Raises TraceError."""
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read ({error})") from error
 
 
 def _tokens(value: Any, name: str, where: str, least: int = 1) -> int:
@@ -164,6 +173,21 @@ def _sharegpt(entry: dict[str, Any], where: str) -> Asked | None:
     return None
 
 
+def _instruction(entry: dict[str, Any], where: str) -> Asked | None:
+    parts = [entry["instruction"], entry.get("input", ""), entry.get("output", "")]
+    if not all(isinstance(part, str) for part in parts):
+        raise TraceError(f"{where}: instruction, input and output must be texts")
+    asked, given, answered = parts
+    if not asked.strip() or not answered.strip():
+        return None
+    prompt = f"{asked}\n{given}" if given else asked
+    return Asked(None, _estimate(prompt), _estimate(answered), prompt)
+
+
+def _answer(entry: dict[str, Any], where: str) -> Asked:
+    return Asked(None, 0, max(_tokens(entry["L_gt"], "L_gt", where, least=0), 1))
+
+
 def _estimate(text: str) -> int:
     return max(len(text) // CHARACTERS_PER_TOKEN, 1)
 
@@ -173,4 +197,6 @@ FORMS: dict[str, Callable[[dict[str, Any], str], Asked | None]] = {
     "conversations": _sharegpt,
     "input_length": _mooncake,
     "input_toks": _token_request,
+    "instruction": _instruction,
+    "L_gt": _answer,
 }
