@@ -104,7 +104,10 @@ SAMPLING = f.record(
         "stop_ids": f.TUPLE_COLUMN,
         "logprobs": f.integer(-1, f.INT32_MAX),
         "choose": f.Field(_dump_choose, _load_choose),
+        "prompt_logprobs": f.integer(-1, f.INT32_MAX),
+        "logprobs_are_processed": f.FLAG,
     },
+    num_appended=2,
 )
 
 LAYOUT = f.record(
@@ -129,12 +132,25 @@ ADMIT = f.record(
         "history": f.TUPLE_COLUMN,
         "blocks": f.TUPLE_COLUMN,
         "sampling": SAMPLING,
+        "scored_from": f.NATURAL,
     },
+    num_appended=1,
 )
 
 LOST = f.record(m.KvLost, {"index": f.NATURAL, "tier": _TIER, "block": f.NATURAL, "step": f.COUNTER})
 LOGPROB_ROW = f.record(
     m.RowLogprobs, {"index": f.NATURAL, "width": f.POSITIVE, "ids": f.TUPLE_COLUMN, "logprobs": f.REALS}
+)
+PROMPT_ROW = f.record(
+    m.PromptLogprobs,
+    {
+        "index": f.NATURAL,
+        "start": f.POSITIVE,
+        "width": f.POSITIVE,
+        "ids": f.TUPLE_COLUMN,
+        "logprobs": f.REALS,
+        "ranks": f.TUPLE_COLUMN,
+    },
 )
 MEMORY = f.record(m.WorkerMemory, dict.fromkeys(("weights", "activations", "logits", "buffers", "graphs"), f.COUNTER))
 TIMINGS = f.record(m.Timings, dict.fromkeys(("idle_s", "apply_s", "forward_s", "sample_s", "moves_s"), f.REAL))
@@ -161,13 +177,18 @@ def _result(lease: int, step: int, num_advances: int, *values: Any) -> m.StepRes
     if sum(result.num_tokens) + num_advances - len(result.num_tokens) != len(result.tokens):
         raise ProtocolError("draws and tokens differ in number")
     f.pad_counts(result.num_tokens, num_advances)
-    indices = [*result.failed, *[lost.index for lost in result.lost], *[row.index for row in result.logprobs]]
+    rows = (*result.lost, *result.logprobs, *result.prompt_logprobs)
+    indices = [*result.failed, *[row.index for row in rows]]
     if indices and max(indices) >= num_advances:
         raise ProtocolError("an outcome for no advance")
     for row in result.logprobs:
         expected = row.width * result.num_tokens[row.index]
         if len(row.ids) != expected or len(row.logprobs) != expected:
             raise ProtocolError("log probabilities do not fit their tokens")
+    for scored in result.prompt_logprobs:
+        expected = scored.width * len(scored.ranks)
+        if not scored.ranks or len(scored.ids) != expected or len(scored.logprobs) != expected:
+            raise ProtocolError("log probabilities do not fit their positions")
     return result
 
 
@@ -179,6 +200,7 @@ _RESULT_TAIL = {
     "lost": f.tupled(LOST),
     "logprobs": f.tupled(LOGPROB_ROW),
     "timings": TIMINGS,
+    "prompt_logprobs": f.tupled(PROMPT_ROW),
 }
 
 
@@ -212,7 +234,7 @@ def _result_kind(tag: int) -> _Kind:
     def dump(result: m.StepResult) -> list[Any]:
         return [result.lease, result.step, len(result.num_tokens), *dump_tail(result)]
 
-    return _Kind(tag, m.StepResult, dump, tuple([codec.load for codec in codecs]), _result)
+    return _Kind(tag, m.StepResult, dump, tuple([codec.load for codec in codecs]), _result, num_appended=1)
 
 
 LEASE, STEP = f.COUNTER, f.COUNTER

@@ -90,6 +90,13 @@ def _load_real(stream: Reader) -> float:
     return value
 
 
+def _load_flag(stream: Reader) -> bool:
+    value = stream.unpack()
+    if type(value) is not bool:
+        raise ProtocolError("expected true or false")
+    return value
+
+
 def _load_text(stream: Reader) -> str:
     value = stream.unpack()
     if type(value) is not str:
@@ -178,6 +185,7 @@ NATURAL = integer(0, INT32_MAX)
 POSITIVE = integer(1, INT32_MAX)
 COUNTER = integer(0, 2**63 - 1)
 REAL = Field(float, _load_real)
+FLAG = Field(bool, _load_flag)
 TEXT = Field(clipped, _load_text)
 DIGEST = Field(_same, _load_digest)
 COLUMN = Field(_dump_naturals, _load_naturals)
@@ -219,15 +227,18 @@ def dumper(codecs: dict[str, Field]) -> Callable[[Any], list[Any]]:
     return lambda value: [dump(part) for dump, part in zip(dumps, get(value), strict=True)]
 
 
-def record(cls: type, codecs: dict[str, Field]) -> Field:
-    """A dataclass inside a message: an array of its fields, all of them, in the order in which it declares them."""
+def record(cls: type, codecs: dict[str, Field], num_appended: int = 0) -> Field:
+    """A dataclass inside a message: an array of its fields, in the order in which it declares them.
+
+    `num_appended`: fields at the end, with defaults, that older builds of this version do not send.
+    """
     check_complete(cls, list(codecs))
     loads = tuple([codec.load for codec in codecs.values()])
     num_fields, name = len(loads), cls.__name__
 
     def load(stream: Reader) -> Any:
-        length = open_list(stream, num_fields, MAX_FIELDS, name)
-        value = cls(*[load(stream) for load in loads])
+        length = open_list(stream, num_fields - num_appended, MAX_FIELDS, name)
+        value = cls(*[load(stream) for load in loads[:length]])
         if length > num_fields:
             skip(stream, length - num_fields)
         return value

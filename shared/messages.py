@@ -94,6 +94,22 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of prompt tokens that the Advance at `index` computed: of the positions from `start` on.
+
+    For each position `width` = 1 + Sampling.prompt_logprobs entries: the prompt's own token, then the likeliest, best
+    first; and the rank of the own token, where 1 is the likeliest.
+    """
+
+    index: int
+    start: int
+    width: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # float32 on the wire
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Where a step's seconds went, on the worker's clock."""
 
@@ -116,6 +132,7 @@ class StepResult:
     lost: tuple[KvLost, ...] = ()
     logprobs: tuple[RowLogprobs, ...] = ()
     timings: Timings = Timings()
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +188,7 @@ class Admit:
     history: tuple[int, ...]  # the tokens before `start`, only where sampling.needs_history
     blocks: tuple[int, ...]  # the table so far
     sampling: Sampling
+    scored_from: int = 0  # where sampling.prompt_logprobs asks for any: those of positions before are known already
 
 
 @dataclass(slots=True)

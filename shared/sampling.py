@@ -44,6 +44,8 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()  # the core ends a sequence on these
     logprobs: int = -1  # how many of the likeliest tokens to report beside the chosen one; -1: no log probabilities
     choose: Draws | Candidates = field(default=Draws())
+    prompt_logprobs: int = -1  # the same for each token of the prompt but the first; -1: none
+    logprobs_are_processed: bool = False  # of the distribution that is drawn from; else of the model's own
 
     @property
     def is_greedy(self) -> bool:

@@ -103,7 +103,7 @@ class Admission:
             return True
         first = group.live[0]
         pinned, run = self._pinned_run(group)
-        shared = pinned[: min(run, first.num_prompt - 1) // self._block_size]
+        shared = pinned[: min(run, group.most_hit(first.num_prompt)) // self._block_size]
         return first.own_table.blocks[: len(shared)] != shared
 
     # --- those who were swapped out
@@ -191,7 +191,7 @@ class Admission:
             return False
         first, size = group.live[0], self._block_size
         filler, num_found = None, num_hit
-        while num_found < (len(first.tokens) - 1) // size:
+        while num_found < group.most_hit(len(first.tokens)) // size:
             self._memory.index.extend(first.chain, first.tokens, num_found + 1, group.salt)
             found = self._forming.filler_of(first.chain[num_found])
             if found is None or (filler is not None and found is not filler):
@@ -215,7 +215,7 @@ class Admission:
 
         That block would be written at once, so it is copied, not shared: mostly it is the prefix's last, partial one.
         """
-        run = min(run, len(group.live[0].tokens) - 1)
+        run = min(run, group.most_hit(len(group.live[0].tokens)))
         return run if num_computed < run <= num_computed + self._block_size else num_computed
 
     def _plan_first(self, draft: Draft, group: Group) -> None:

@@ -6,13 +6,13 @@ life is not over moves num_computed on, names the blocks that it filled, and app
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.departure import Departure, Way
-from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned, Turn, Turned
+from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned, Scored, Turn, Turned
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Costs
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence
 from kilburn.controller.core.step import Counters, Flight
-from kilburn.shared.messages import KvLost, RowLogprobs, StepResult
+from kilburn.shared.messages import KvLost, PromptLogprobs, RowLogprobs, StepResult
 from kilburn.shared.types import FinishReason, Tier
 
 
@@ -36,6 +36,7 @@ class Commit:
         self._learn(flight, result, effects)
         self._lose(result.lost, effects)
         logprobs = {entry.index: entry for entry in result.logprobs}
+        scores = {entry.index: entry for entry in result.prompt_logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
         tokens, at = result.tokens, 0
         for i, sequence in enumerate(flight.sequences):
@@ -50,6 +51,8 @@ class Commit:
                 continue
             if flight.counts[i] > 1 or sequence.num_computed < sequence.num_prompt:
                 self._tell_chunk(sequence, flight.counts[i], flight.sent_at, effects)
+            if sequence.group.num_scored < sequence.num_prompt:
+                self._score(sequence, flight.counts[i], scores.get(i), effects)
             self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
         if self._line.returning:
             self._welcome(flight.step, effects)
@@ -79,6 +82,18 @@ class Commit:
         start = sequence.num_computed
         what = f"positions {start} to {start + count} of sequence {sequence.index}"
         effects.append(Turned(sequence.group.request_id, Turn.CHUNK, what, sent_at))
+
+    @staticmethod
+    def _score(sequence: Sequence, count: int, scores: PromptLogprobs | None, effects: list[Effect]) -> None:
+        """Of an advance over a prompt that is to be scored: a position's scores come with the one before it."""
+        group = sequence.group
+        start, end = group.num_scored, min(sequence.num_computed + count + 1, sequence.num_prompt)
+        if start >= end:
+            return  # computed again, on the way to what is still wanted
+        if scores is None or (scores.start, len(scores.ranks)) != (start, end - start):
+            raise Disagreement(f"no log probabilities of the positions {start} to {end} of {sequence}")
+        group.num_scored = end
+        effects.append(Scored(group.request_id, start, scores.width, scores.ids, scores.logprobs, scores.ranks))
 
     def _advance_rarely(
         self, sequence: Sequence, expected: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]

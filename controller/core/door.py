@@ -29,7 +29,8 @@ def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None
     if not num_prompt:
         return Refused(submit.request_id, Refusal.EMPTY, "the prompt has no tokens")
     limit = num_prompt + submit.max_tokens - 1
-    shared = [scheduler.shared_with_pins(submit.prompt, submit.salt) for scheduler in schedulers]
+    most = 0 if submit.sampling.prompt_logprobs >= 0 else num_prompt - 1
+    shared = [scheduler.shared_with_pins(submit.prompt, submit.salt, most) for scheduler in schedulers]
     if not schedulers or any(s.fits(num_prompt, limit, n, k) for s, k in zip(schedulers, shared, strict=True)):
         return None
     if not any(scheduler.fits_width(n) for scheduler in schedulers):

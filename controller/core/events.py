@@ -158,6 +158,22 @@ class Started:
 
 
 @dataclass(slots=True)
+class Scored:
+    """Log probabilities of the prompt, where they were asked for: of the positions from `start` on.
+
+    Every position but the first comes once, in order, and before any token. `ids` and `logprobs` are `width` entries a
+    position, the prompt's own token first; `ranks` has one entry each.
+    """
+
+    request_id: int
+    start: int
+    width: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True)
 class Emit:
     """A sequence went on by one token. Never sent twice for a position."""
 
@@ -263,4 +279,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned
+Effect = Refused | Started | Scored | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned

@@ -145,10 +145,11 @@ class Memory:
     def hits(self, sequence: Sequence, pinned: list[int]) -> Hits:
         """What of a sequence's known tokens need not be computed. `pinned`: blocks of a prefix that it begins with."""
         chain, tokens, salt = sequence.chain, sequence.tokens, sequence.group.salt
+        most = sequence.group.most_hit(len(tokens)) // self.block_size
         # Not by name, which another block with the same content may have had first, and lost.
-        device = pinned[: (len(tokens) - 1) // self.block_size]
-        device = device + self.index.match(chain, tokens, salt, len(device))
-        return Hits(device, self._host_index.match(chain, tokens, salt, len(device)))
+        device = pinned[:most]
+        device = device + self.index.match(chain, tokens, salt, len(device), most)
+        return Hits(device, self._host_index.match(chain, tokens, salt, len(device), most))
 
     def adopt(self, hits: Hits, table: BlockTable, moves: Moves) -> None:
         """The first blocks of an empty table are these; they stay where they are until the table can take more."""

@@ -20,7 +20,8 @@ class Home:
 
     def fits(self, group: Group) -> bool:
         first = group.live[0]
-        shared = self.scheduler.shared_with_pins(first.prompt, group.salt.value)
+        most = group.most_hit(first.num_prompt)
+        shared = self.scheduler.shared_with_pins(first.prompt, group.salt.value, most)
         return self.scheduler.fits(first.num_prompt, first.limit, group.most_wide, shared)
 
 

@@ -60,10 +60,16 @@ class PrefixIndex:
         size = self._block_size
         return block if name.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
 
-    def match(self, chain: list[bytes], tokens: Sequence[int], salt: Salt, first: int = 0) -> list[int]:
-        """The longest run of blocks from number `first` on that the pool holds, without that of the newest token."""
+    def match(
+        self, chain: list[bytes], tokens: Sequence[int], salt: Salt, first: int = 0, most: int | None = None
+    ) -> list[int]:
+        """The longest run of blocks from number `first` on that the pool holds, without that of the newest token.
+
+        `most`: the first block that is not looked for.
+        """
         found: list[int] = []
-        for i in range(first, (len(tokens) - 1) // self._block_size):
+        end = (len(tokens) - 1) // self._block_size
+        for i in range(first, end if most is None else min(end, most)):
             self.extend(chain, tokens, i + 1, salt)
             block = self.find(chain, i, tokens)
             if block is None:

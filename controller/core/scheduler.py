@@ -88,10 +88,10 @@ class Scheduler:
     def unpinned_blocks(self) -> int:
         return self.usable_blocks - self.line.num_pinned_blocks
 
-    def shared_with_pins(self, prompt: Listing[int], salt: bytes) -> int:
-        """Pinned blocks that a prompt begins with, that of its newest token excepted."""
+    def shared_with_pins(self, prompt: Listing[int], salt: bytes, most: int) -> int:
+        """Pinned blocks that a prompt begins with, of which `most` tokens need not be computed."""
         _, run = longest_pin(prompt, salt, self.line.all_pins)
-        return min(run, len(prompt) - 1) // self.block_size
+        return min(run, most) // self.block_size
 
     def objection_to_pin(
         self, pin: PinGroup, most_pinned: float, others: Iterable[Group]
@@ -109,7 +109,7 @@ class Scheduler:
         for group in (*line.running, *line.waiting, *others):
             first = group.live[0]
             most = self.most_blocks(first.num_prompt, first.limit, group.most_wide)
-            most -= self.shared_with_pins(first.prompt, group.salt.value)
+            most -= self.shared_with_pins(first.prompt, group.salt.value, group.most_hit(first.num_prompt))
             if not isinstance(group, PinGroup) and self.usable_blocks - after < most <= self.unpinned_blocks:
                 message = "requests that were accepted would not fit beside it; try again when they are done"
                 return Refusal.PINS_FULL, message

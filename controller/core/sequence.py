@@ -192,6 +192,7 @@ class Group:
         "num_draws",
         "num_preempted",
         "num_prompt",
+        "num_scored",
         "place",
         "request_id",
         "reserved_rows",
@@ -219,6 +220,8 @@ class Group:
         self.tenant, self.weight = b"", 1.0  # whose request it is, and the tenant's share: see fairness.py
         self.num_charged = self.num_drawn_by_ended = 0  # tokens drawn: those counted, those of sequences that ended
         self.num_prompt = len(prompt)
+        # Positions of the prompt whose log probabilities nobody waits for any more; that of the first are no numbers.
+        self.num_scored = 1 if sampling.prompt_logprobs >= 0 else len(prompt)
         self.has_started = False
         self.cached_tokens = 0  # of its prompt, when it first began
         self.num_preempted = 0
@@ -245,6 +248,12 @@ class Group:
         """One of its sequences is finished. What it drew was served all the same: see fairness.py."""
         self.num_drawn_by_ended += sequence.num_generated
         self.live.remove(sequence)
+
+    def most_hit(self, num_tokens: int) -> int:
+        """Of so many tokens, those that need not be computed if they are found: neither what is to be scored, since
+        the scores of a token are computed with the one before it, nor the newest."""
+        end = num_tokens if self.num_scored >= self.num_prompt else self.num_scored
+        return end - 1
 
     @property
     def is_swapped(self) -> bool:

@@ -135,6 +135,7 @@ class Draft:
                 history=tuple(sequence.tokens[:start]) if sampling.needs_history else (),
                 blocks=tuple(sequence.own_table.blocks),
                 sampling=sampling,
+                scored_from=sequence.group.num_scored if sampling.prompt_logprobs >= 0 else 0,
             )
         )
         sequence.epoch += 1

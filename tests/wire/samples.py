@@ -1,5 +1,7 @@
 """Messages to test the wire with: one of each kind for the golden bytes, and strategies that make any."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from kilburn.shared import messages as m
@@ -25,6 +27,7 @@ HELLO = m.Hello(
 SAMPLING = Sampling(
     0.5, 40, 0.9, 0.05, 0.1, -0.2, 1.1, ((7, -1.5), (9, 2.0)), 2**64 - 1, 3, (2, 11), 5, Draws(first_stream=1, count=2)
 )
+SCORED = replace(SAMPLING, choose=Draws(), prompt_logprobs=1, logprobs_are_processed=True)
 ADMIT = m.Admit(3, 16, 20, (101, 102, 103, 104), tuple(range(16)), (7, 1), SAMPLING)
 
 FROM_WORKER: dict[str, m.FromWorker] = {
@@ -38,6 +41,7 @@ FROM_WORKER: dict[str, m.FromWorker] = {
         (m.KvLost(0, Tier.HOST, 17, 4),),
         (m.RowLogprobs(2, 2, (12, 12, 13, 5), (-0.5, -0.5, -0.25, float("-inf"))),),
         m.Timings(0.001, 0.002, 0.003, 0.004, 0.0015),
+        (m.PromptLogprobs(1, 4, 2, (3, 4, 5, 5), (-2.0, -0.5, -0.25, -0.25), (7, 1)),),
     ),
     "result of decodes": m.StepResult(9, 6, [1, 1, 1], [5, 6, 7]),
     "beat": m.Beat(9, 5),
@@ -55,6 +59,7 @@ FROM_CONTROLLER: dict[str, m.FromController] = {
     "plan of beams": m.StepPlan(
         9, 7, [0], [1], admits=[m.Admit(0, 4, 3, (5,), (), (2,), Sampling(choose=Candidates(6)))]
     ),
+    "plan of scores": m.StepPlan(9, 8, [0], [3], admits=[m.Admit(0, 2, 6, (4, 5, 6, 7), (), (2,), SCORED, 3)]),
     "beat": m.Beat(9, 5),
     "drain": m.Drain(9),
     "gone": m.Gone(9, "silence"),
@@ -101,9 +106,11 @@ SAMPLINGS = st.builds(
     tuples(NATURALS),
     st.integers(-1, 20),
     st.builds(Draws, NATURALS, POSITIVES) | st.builds(Candidates, POSITIVES),
+    st.integers(-1, 20),
+    st.booleans(),
 )
 ADMITS = st.builds(
-    m.Admit, NATURALS, NATURALS, NATURALS, tuples(NATURALS), tuples(NATURALS), tuples(NATURALS), SAMPLINGS
+    m.Admit, NATURALS, NATURALS, NATURALS, tuples(NATURALS), tuples(NATURALS), tuples(NATURALS), SAMPLINGS, NATURALS
 )
 
 
@@ -138,6 +145,14 @@ def results(draw: st.DrawFn) -> m.StepResult:
         ids = draw(st.lists(NATURALS, min_size=size, max_size=size))
         values = draw(st.lists(st.floats(width=32, max_value=0.0, allow_nan=False), min_size=size, max_size=size))
         logprobs.append(m.RowLogprobs(index, width, tuple(ids), tuple(values)))
+    scored = []
+    for index in sorted(draw(st.sets(indices, max_size=2))) if num_tokens else []:
+        width, num_positions = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+        size = width * num_positions
+        ids = draw(st.lists(NATURALS, min_size=size, max_size=size))
+        values = draw(st.lists(st.floats(width=32, max_value=0.0, allow_nan=False), min_size=size, max_size=size))
+        ranks = draw(st.lists(POSITIVES, min_size=num_positions, max_size=num_positions))
+        scored.append(m.PromptLogprobs(index, draw(POSITIVES), width, tuple(ids), tuple(values), tuple(ranks)))
     lost = st.builds(m.KvLost, indices, st.sampled_from(Tier), NATURALS, COUNTERS)
     return m.StepResult(
         draw(COUNTERS),
@@ -148,6 +163,7 @@ def results(draw: st.DrawFn) -> m.StepResult:
         tuple(draw(lists(lost, 3))) if num_tokens else (),
         tuple(logprobs),
         draw(st.builds(m.Timings, REALS, REALS, REALS, REALS, REALS)),
+        tuple(scored),
     )
 
 

@@ -22,7 +22,7 @@ from tests.wire.samples import ANY, FROM_CONTROLLER, FROM_WORKER, HELLO
 GOLDEN = Path(__file__).with_name("golden.txt")
 WORKER_KINDS = m.FromWorker.__args__
 CONTROLLER_KINDS = m.FromController.__args__
-APPENDED = {m.Hello: 1}  # fields since the first build of this version: an older peer leaves them out
+APPENDED = {m.Hello: 1, m.StepResult: 1}  # fields since the first build of this version: an older peer leaves them out
 
 
 def golden_lines() -> list[str]:
@@ -44,6 +44,19 @@ def test_a_hello_of_an_older_build_lacks_what_was_appended_since() -> None:
     short = msgpack.unpackb(frame)[:-1]
     with pytest.raises(ProtocolError, match="lacks fields"):
         decode_from_worker(msgpack.packb(short))
+
+
+def test_a_plan_and_a_result_of_an_older_build_lack_what_was_appended_since() -> None:
+    plan, result = FROM_CONTROLLER["plan"], FROM_WORKER["result"]
+    raw = msgpack.unpackb(encode(plan))
+    admit = raw[8][0]
+    raw[8][0] = [*admit[:6], admit[6][:-2]]
+    assert decode_from_controller(msgpack.packb(raw)) == plan
+    raw[8][0][6] = raw[8][0][6][:-1]
+    with pytest.raises(ProtocolError, match="Sampling of 12"):
+        decode_from_controller(msgpack.packb(raw))
+    short = msgpack.packb(msgpack.unpackb(encode(result))[:-1])
+    assert decode_from_worker(short) == replace(result, prompt_logprobs=())
 
 
 @pytest.mark.parametrize("line", GOLDEN.read_text(encoding="utf-8").splitlines())
@@ -137,6 +150,10 @@ REFUSED = [
     ("result", 9, [[2, 1, b"\1\0\0\0" * 2, b"\0\0\xc0\x7f" * 2]]),
     ("result", 9, [[2, 1, b"\1\0\0\0" * 2, b"\0\0\x80\x7f" * 2]]),
     ("result", 10, [0.0, 0.0, 0.0, 0]),
+    ("result", 11, [[1, 4, 2, b"\1\0\0\0" * 2, b"\0\0\0\0" * 2, b""]]),
+    ("result", 11, [[1, 4, 2, b"\1\0\0\0" * 2, b"\0\0\0\0", b"\1\0\0\0"]]),
+    ("result", 11, [[1, 0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0\0\0"]]),
+    ("result", 11, [[9, 4, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0\0\0"]]),
 ]
 
 
