@@ -159,11 +159,23 @@ def sample(logits: Tensor, odds: Odds | None = None) -> Sampled:
     return Sampled(top, best, (cumulative > target[:, None]).to(torch.int8).argmax(dim=1))
 
 
+def drawn_from(logits: Tensor, odds: list[float]) -> Tensor:
+    """Of one row, logits [V] of the distribution that a draw at these odds is of: -inf where a token is cut off."""
+    scaled, floor = _scaled(logits, logits.max(), odds)
+    return torch.where(scaled >= floor, scaled, float("-inf")).to(logits.dtype)
+
+
 def _mass(logits: Tensor, top: Tensor, odds: list[float]) -> Tensor:
     """What each token of one row weighs in a draw: float64 [V], 0 where it is cut off."""
-    temperature, top_k, top_p, least = odds
-    if temperature <= 0.0 or not bool(torch.isfinite(top)):
+    if odds[0] <= 0.0 or not bool(torch.isfinite(top)):
         return torch.zeros_like(logits, dtype=torch.float64)
+    scaled, floor = _scaled(logits, top, odds)
+    return torch.where(scaled >= floor, scaled.exp(), 0.0)
+
+
+def _scaled(logits: Tensor, top: Tensor, odds: list[float]) -> tuple[Tensor, float]:
+    """(logits over the temperature, the highest at 0; the lowest that stands), float64."""
+    temperature, top_k, top_p, least = odds
     # Rounded as every set does, so that the same tokens are equals.
     scaled = ((logits - top) / torch.tensor(temperature, dtype=torch.float32)).double()
     floor = float(np.float32(least))
@@ -174,7 +186,7 @@ def _mass(logits: Tensor, top: Tensor, odds: list[float]) -> Tensor:
     if top_p < 1.0:
         reached = ranked.exp().cumsum(dim=0)
         floor = max(floor, float(ranked[int((reached < top_p * reached[-1]).sum())]))
-    return torch.where(scaled >= floor, scaled.exp(), 0.0)
+    return scaled, floor
 
 
 def likeliest(logits: Tensor, count: int) -> Likeliest:

@@ -7,6 +7,8 @@ by who else is in the batch. `position` is that of the token being drawn; `strea
 
 from dataclasses import dataclass, field
 
+LEAST_TEMPERATURE = 1e-5  # below it a draw can only be the likeliest token, or float32 overflows
+
 
 @dataclass(frozen=True, slots=True)
 class Draws:
@@ -31,7 +33,7 @@ class Candidates:
 class Sampling:
     """The knobs, as OpenAI and vLLM name them. Validated at the edge; here only their neutral values are known."""
 
-    temperature: float = 1.0  # below 1e-5: greedy
+    temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0
     min_p: float = 0.0
@@ -49,7 +51,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < 1e-5
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def needs_history(self) -> bool:

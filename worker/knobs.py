@@ -32,9 +32,11 @@ COLUMNS = np.dtype(
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # -1: none
         ("num_prompt", np.int64),
+        ("prompt_logprobs", np.int64),  # -1: none
         ("is_greedy", np.bool_),
         ("is_penalised", np.bool_),
         ("is_shaped", np.bool_),  # something changes its logits before the choice
+        ("is_processed", np.bool_),  # it reports of what it draws from, not of the model's own distribution
         ("is_plain", np.bool_),  # one draw: the likeliest token, and nothing else to do
     ],
     align=True,
@@ -145,9 +147,11 @@ class Knobs:
             sampling.min_tokens,
             sampling.logprobs,
             num_prompt,
+            sampling.prompt_logprobs,
             is_greedy,
             sampling.needs_history,
             is_shaped,
+            sampling.logprobs_are_processed,
             is_plain,
         )
         self.biases.pop(row, None)

@@ -14,6 +14,7 @@ numbers touch another's.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -23,10 +24,11 @@ from torch import Tensor
 
 from kilburn.kernels.dispatch import Batch, Kernels, Scales, can_capture
 from kilburn.shared.ledger import logits_rows
+from kilburn.shared.messages import PromptLogprobs
 from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
 from kilburn.worker.rows import Ints, Limits, Rows, Work
-from kilburn.worker.sampler import Chosen, choose
+from kilburn.worker.sampler import Chosen, choose, score
 
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 
@@ -145,6 +147,37 @@ class ModelRunner:
         if is_finite.all():
             return hidden, np.zeros(0, np.int64)
         return hidden, np.flatnonzero(~np.logical_and.reduceat(is_finite, work.query_start[:-1]))
+
+    def score(self, hidden: Tensor, work: Work, bad: Ints) -> tuple[list[PromptLogprobs], Ints]:
+        """How likely the tokens of prompts are, and the sequences (places in the Work) that have no such numbers.
+
+        As many rows of logits at once as a draw takes, whatever the length of the prompt.
+        """
+        scored: list[PromptLogprobs] = []
+        failed: list[int] = []
+        for span in work.spans:
+            if span.seq in bad:
+                continue
+            num_likeliest = int(self.rows.knobs.columns["prompt_logprobs"][work.rows[span.seq]])
+            turns = []
+            for first in range(0, len(span.tokens), self.rows_at_once):
+                tokens = span.tokens[first : first + self.rows_at_once]
+                logits = self.model.logits(hidden[span.start + first : span.start + first + len(tokens)])
+                turns.append(score(logits, tokens, num_likeliest, self.kernels))
+            if not all(turn.is_finite for turn in turns):
+                failed.append(span.seq)
+                continue
+            scored.append(
+                PromptLogprobs(
+                    int(work.index[span.seq]),
+                    span.position,
+                    turns[0].width,
+                    ids=tuple(chain.from_iterable(turn.ids for turn in turns)),
+                    logprobs=tuple(chain.from_iterable(turn.logprobs for turn in turns)),
+                    ranks=tuple(chain.from_iterable(turn.ranks for turn in turns)),
+                )
+            )
+        return scored, np.array(failed, np.int64)
 
     def sample(self, hidden: Tensor, work: Work, bad: Ints) -> Drawn:
         """Choose for every sequence that reached the end of its known tokens, but those in `bad`."""

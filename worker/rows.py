@@ -46,6 +46,16 @@ class Limits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens of a batch whose hidden states tell how likely the next ones of their prompt are."""
+
+    seq: int  # place in the Work
+    start: int  # the first of them among the batch's tokens
+    position: int  # of the first token that is scored: one behind that of the hidden state
+    tokens: Ints  # that are scored, one for each state
+
+
 @dataclass(slots=True)
 class Work:
     """One ragged batch on the host: sequence s is the Advance at index[s] and has tokens [query_start[s], ...)."""
@@ -61,6 +71,7 @@ class Work:
     tables: NDArray[np.int32]  # [num_seqs, blocks of the longest]
     max_query: int
     max_context: int
+    spans: tuple[Span, ...] = ()  # of prompts that are scored
 
     @property
     def num_seqs(self) -> int:
@@ -84,11 +95,13 @@ class Rows:
         self.num_blocks = np.zeros(rows, np.int64)
         self.is_admitted = np.zeros(rows, np.bool_)
         self.deaths: dict[int, Death] = {}
+        self.scored_from: dict[int, int] = {}  # rows whose prompts are scored: from which position on
 
     def clear(self) -> None:
         """The lease is over: no row is admitted any more."""
         self.is_admitted[:] = False
         self.deaths.clear()
+        self.scored_from.clear()
         self.knobs.clear()
 
     # --- deltas
@@ -99,6 +112,9 @@ class Rows:
         _check_admit(admit, self.limits, self.max_blocks)
         self.is_admitted[row] = True
         self.deaths.pop(row, None)
+        self.scored_from.pop(row, None)
+        if admit.sampling.prompt_logprobs >= 0 and admit.scored_from < admit.num_prompt:
+            self.scored_from[row] = max(admit.scored_from, 1)  # nothing tells how likely a first token is
         self.num_computed[row], self.num_known[row], self.num_prompt[row] = start, num_known, admit.num_prompt
         self.num_blocks[row] = len(admit.blocks)
         self.tables[row, : len(admit.blocks)] = admit.blocks
@@ -214,6 +230,7 @@ class Rows:
         else:
             place, offset = np.divmod(positions, block_size)
         max_context = int(end.max(initial=0))
+        spans = self._spans(row.tolist(), start.tolist(), end.tolist(), query_start) if self.scored_from else ()
         return Work(
             index=index,
             rows=row,
@@ -226,7 +243,20 @@ class Rows:
             tables=self.tables[row, : blocks_for(max_context, block_size)],
             max_query=max_query,
             max_context=max_context,
+            spans=spans,
         )
+
+    def _spans(self, rows: list[int], starts: list[int], ends: list[int], query_start: Ints) -> tuple[Span, ...]:
+        """What the advances [start, end) tell of prompts: of each position, how likely the one behind it is."""
+        spans: list[Span] = []
+        for seq, (row, start, end) in enumerate(zip(rows, starts, ends, strict=True)):
+            num_prompt = int(self.num_prompt[row])
+            first = max(start + 1, self.scored_from.get(row, num_prompt))
+            last = min(end + 1, num_prompt)
+            if first < last:
+                tokens = self.tokens[row, first:last].astype(np.int64)
+                spans.append(Span(seq, int(query_start[seq]) + first - 1 - start, first, tokens))
+        return tuple(spans)
 
 
 def _check_admit(admit: Admit, limits: Limits, max_blocks: int) -> None:

@@ -5,7 +5,8 @@ What happens to one row's logits, in this order:
     logits -> repetition -> presence, frequency -> bias -> stop ids masked until min_tokens      here
            -> temperature -> top_k -> top_p -> min_p -> draw                                     kernels.sample
 
-and log probabilities are those of the model's own distribution, before all of it (kernels.likeliest).
+and log probabilities are those of the model's own distribution, before all of it (kernels.likeliest); or, where that is
+asked for, those of what is drawn from, after all of it. Of prompts they are always the model's own.
 
 Logits stay where the model left them. To the kernels go a few numbers a row and a draw; to the host come a token a
 draw, and the highest logit of each row, which tells whether the row has failed: one that is NaN or +inf, or nothing
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kilburn.kernels.dispatch import Kernels, Odds
+from kilburn.kernels.reference import drawn_from
+from kilburn.shared.sampling import LEAST_TEMPERATURE
 from kilburn.worker.knobs import Knobs, Seen
 
 NOT_FINITE = "the model's logits are not finite"
@@ -74,7 +77,7 @@ def choose(logits: Tensor, knobs: Knobs, rows: Ints, positions: Ints, kernels: K
     stands = np.ones(len(rows), np.bool_)
     stands[list(failed)] = False
     tokens, num_tokens = tokens[stands[lane]], np.where(stands, columns["num_draws"], 0)
-    reports = _report(logits, columns, num_tokens, tokens, failed, kernels)
+    reports = _report(logits, shaped, columns, num_tokens, tokens, failed, kernels)
     if columns["num_candidates"].any():
         num_tokens, tokens = _with_candidates(columns, num_tokens, tokens, reports)
     return Chosen(num_tokens, tokens, failed, reports)
@@ -155,8 +158,52 @@ def _penalise(logits: Tensor, lane: Ints, seen: Seen, columns: NDArray[np.void])
 # --- reporting
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log probabilities of given tokens: of each `width` entries, itself first, then the likeliest; and its rank."""
+
+    width: int
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+    is_finite: bool
+
+
+def score(logits: Tensor, tokens: Ints, num_likeliest: int, kernels: Kernels) -> Scores:
+    """How likely each of `tokens` [n] is by its row of logits float32 [n, vocabulary]."""
+    vocab = logits.shape[1]
+    num_likeliest = min(num_likeliest, vocab)
+    found = kernels.likeliest(logits, num_likeliest)
+    own = logits.gather(1, _device(tokens, logits)[:, None])
+    values, ranks = _host(own[:, 0] - found.log_total, (logits > own).sum(dim=1) + 1)
+    top_ids, top_values, total = _host(found.ids, found.log_probs, found.log_total)
+    ids = np.concatenate((tokens[:, None], top_ids), axis=1)
+    logprobs = np.concatenate((values[:, None], top_values), axis=1)
+    flat = tuple(ids.ravel().tolist()), tuple(logprobs.ravel().tolist())
+    return Scores(1 + num_likeliest, *flat, tuple(ranks.tolist()), bool(np.isfinite(total).all()))
+
+
+def _of_what_is_drawn_from(rows: Tensor, shaped: Tensor, columns: NDArray[np.void]) -> Tensor:
+    """Rows of logits for a report, with those replaced that report of what they draw from."""
+    rows = rows.clone()
+    for place in np.flatnonzero(columns["is_processed"] & (columns["num_draws"] > 0)).tolist():
+        row = columns[place]
+        rows[place] = shaped[place]
+        if row["temperature"] >= LEAST_TEMPERATURE:
+            least = np.log(np.minimum(row["min_p"], 1.0)) if row["min_p"] > 0.0 else -np.inf
+            odds = [float(row["temperature"]), float(row["top_k"]), float(row["top_p"]), float(least)]
+            rows[place] = drawn_from(shaped[place], odds)
+    return rows
+
+
 def _report(
-    logits: Tensor, columns: NDArray[np.void], num_tokens: Ints, tokens: Ints, failed: dict[int, str], kernels: Kernels
+    logits: Tensor,
+    shaped: Tensor,
+    columns: NDArray[np.void],
+    num_tokens: Ints,
+    tokens: Ints,
+    failed: dict[int, str],
+    kernels: Kernels,
 ) -> dict[int, Report]:
     """Log probabilities for the rows that want them, and the candidates of those that return candidates."""
     is_wanted = (columns["logprobs"] >= 0) | (columns["num_candidates"] > 0)
@@ -165,6 +212,8 @@ def _report(
     if not len(wanted):
         return {}
     rows, vocab = _some(logits, wanted), logits.shape[1]
+    if columns["is_processed"][wanted].any():
+        rows = _of_what_is_drawn_from(rows, _some(shaped, wanted), columns[wanted])
     beside = np.clip(columns["logprobs"][wanted], 0, vocab)
     num_candidates = columns["num_candidates"][wanted]
     counts = np.maximum(beside, num_candidates)

@@ -20,6 +20,7 @@ from kilburn.shared.messages import KvLost, RowLogprobs, StepPlan, StepResult, T
 from kilburn.worker.model_runner import HIDDEN_NOT_FINITE, Drawn, ModelRunner
 from kilburn.worker.outcomes import Failed, Lost
 from kilburn.worker.rows import Ints, Rows, Work
+from kilburn.worker.sampler import NOT_FINITE
 from kilburn.worker.swap_check import SwapCheck
 
 
@@ -77,6 +78,12 @@ class Executor:
         applied = perf_counter()
         hidden, bad = self.runner.forward(ids, batch, work)
         ran = perf_counter()
+        if work.spans:
+            scored, unscored = self.runner.score(hidden, work, bad)
+            result.prompt_logprobs = tuple(scored)
+            for row in work.rows[unscored].tolist():
+                self.rows.kill(row, Failed(NOT_FINITE))
+            bad = np.union1d(bad, unscored)
         drawn = self.runner.sample(hidden, work, bad)
         self._settle(work, bad, drawn)
         self._add_draws(work, drawn, result)

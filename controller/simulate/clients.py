@@ -6,10 +6,10 @@ judged by what the workers announced, and the time that it waited by who could h
 
 from dataclasses import dataclass, field
 
-from kilburn.controller.core.events import Beam, Cancel, Emit, Finished, Refusal, Refused, Started, Stop, Submit
+from kilburn.controller.core.events import Beam, Cancel, Emit, Finished, Refusal, Refused, Scored, Started, Stop, Submit
 from kilburn.controller.simulate.beams import Search, search
-from kilburn.controller.simulate.fake_worker import logprobs_of
-from kilburn.controller.simulate.oracle import Answer, chain_of, finish
+from kilburn.controller.simulate.fake_worker import logprobs_of, rank_of
+from kilburn.controller.simulate.oracle import Answer, chain_of, finish, mix
 from kilburn.controller.simulate.pins import Pins, run_of
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases, WorldBroken, demand
@@ -30,6 +30,7 @@ class Case:
     search: Search | None = None
     refused: Refusal | None = None
     is_started: bool = False
+    num_scored: int = 1  # positions of the prompt whose log probabilities are known, if it asked; the first has none
     is_cancelled: bool = False
     has_failed_row: bool = False
     stopped: set[int] = field(default_factory=set)  # indices whose Stop was said
@@ -134,6 +135,7 @@ class Clients:
         demand(case.refused is None and case.ended[emit.index] is None, "a token after the end", rid)
         demand(case.is_started, "a token before Started", rid)
         demand(emit.index not in case.silent, "a token after Stop", rid)
+        self._check_scored(case)
         done, answer = case.emitted[emit.index], case.answers[emit.index].tokens
         position = len(case.submit.prompt) + len(done)
         demand(len(done) < len(answer), f"index {emit.index} goes on past its end", rid)
@@ -154,6 +156,31 @@ class Clients:
         done.append(emit.token)
         self.last_progress_s = now
 
+    def scored(self, scored: Scored, now: float) -> None:
+        """Of a prompt each position once, in order, with the prefix before it, and before anything is drawn."""
+        case, rid = self._case(scored.request_id), scored.request_id
+        prompt, num_likely = case.submit.prompt, case.submit.sampling.prompt_logprobs
+        demand(num_likely >= 0, "log probabilities of a prompt that nobody asked for", rid)
+        demand(case.is_live and case.is_started and not any(case.emitted), "scores come first", rid)
+        demand(scored.start == case.num_scored, f"scores from {scored.start} on, not from {case.num_scored}", rid)
+        end = scored.start + len(scored.ranks)
+        demand(scored.start < end <= len(prompt), f"scores of {scored.start} to {end} of {len(prompt)}", rid)
+        chain, entries = chain_of(prompt[: scored.start]), list(zip(scored.ids, scored.logprobs, strict=True))
+        for i, position in enumerate(range(scored.start, end)):
+            token, width = prompt[position], scored.width
+            due = logprobs_of(chain, token, num_likely, self.scenario.vocab_size)
+            demand(entries[i * width : (i + 1) * width] == due, f"scores of position {position} are not {due}", rid)
+            demand(scored.ranks[i] == rank_of(chain, token, self.scenario.vocab_size), "another rank", rid)
+            chain = mix(chain, token)
+        case.num_scored = end
+        self.last_progress_s = now
+
+    def _check_scored(self, case: Case) -> None:
+        """Before a first token, and before a good end."""
+        if case.submit.sampling.prompt_logprobs >= 0:
+            num_prompt = len(case.submit.prompt)
+            demand(case.num_scored == num_prompt, f"{case.num_scored} of {num_prompt} are scored", case.request_id)
+
     def started(self, started: Started, now: float) -> None:
         case = self._case(started.request_id)
         rid, num_prompt = case.request_id, len(case.submit.prompt)
@@ -162,6 +189,7 @@ class Clients:
         cached = started.cached_tokens
         holds = 0 <= cached < num_prompt and self.pins.may_be_cached(case.submit, cached, size)
         demand(holds, f"{cached} of {num_prompt} tokens from the cache", rid)
+        demand(not cached or case.submit.sampling.prompt_logprobs < 0, f"{cached} tokens cannot be scored", rid)
         known = max((_in_common(case, other) for other in self.cases.values()), default=0)
         if cached > known:
             known = max(known, self.pins.known_run(case.submit))
@@ -221,6 +249,8 @@ class Clients:
             demand(case.has_failed_row or self._waited_in_vain(case, now), f"it failed: {finished.message}", rid)
             return
         done, answer = tuple(case.emitted[index]), case.answers[index]
+        if finished.reason in (FinishReason.LENGTH, FinishReason.STOP):
+            self._check_scored(case)
         match finished.reason:
             case FinishReason.CANCELLED:
                 holds = case.is_cancelled or any(late.request_id == rid for late in self.late)

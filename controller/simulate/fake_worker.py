@@ -22,7 +22,7 @@ from kilburn.controller.simulate.cells import CellPool
 from kilburn.controller.simulate.oracle import ROOT, candidates, mix, next_token
 from kilburn.controller.simulate.plan_rules import ContractBroken, Limits, check_plan, demand
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.messages import Admit, KvLost, RowLogprobs, StepPlan, StepResult
+from kilburn.shared.messages import Admit, KvLost, PromptLogprobs, RowLogprobs, StepPlan, StepResult
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.shared.types import Tier
 
@@ -36,6 +36,8 @@ class Row:
     num_prompt: int
     table: list[int]
     sampling: Sampling
+    scored_from: int = 0  # of its prompt, where that is to be scored
+    scores: list[list[tuple[int, float]]] = field(default_factory=list)  # of this step
     is_bad: bool = False  # what it writes is not a number
     awaits_admit: bool = False  # the core, not the row, chooses its next token
     failure: str = ""  # dead: the same outcome until the next Admit
@@ -48,6 +50,12 @@ class Row:
     @property
     def is_dead(self) -> bool:
         return bool(self.failure or self.lost)
+
+    def scored(self, start: int, end: int) -> range:
+        """The prompt's positions whose scores come of computing [start, end): each with the position before it."""
+        if self.sampling.prompt_logprobs < 0:
+            return range(0)
+        return range(max(start + 1, self.scored_from), min(end + 1, self.num_prompt))
 
     @property
     def chain(self) -> int:
@@ -139,7 +147,10 @@ class FakeWorker:
         tokens, chains = self.pools[Tier.DEVICE].prefix(table, admit.start)
         history = tokens if admit.sampling.needs_history else []
         demand(list(admit.history) == history, "history is the tokens before start, where the sampling needs it")
-        return Row(tokens + list(admit.tokens), chains, admit.num_prompt, table, admit.sampling)
+        row = Row(tokens + list(admit.tokens), chains, admit.num_prompt, table, admit.sampling, admit.scored_from)
+        wanted = row.scored(0, num_known)
+        demand(not wanted or admit.start < wanted.start, "what is to be scored is computed here")
+        return row
 
     def _grow(self, plan: StepPlan) -> None:
         for at, block in zip(plan.grown_at, plan.grown_blocks, strict=True):
@@ -184,7 +195,8 @@ class FakeWorker:
             row.lost = [self._loss(block, step) for block in lost]
         elif not pool.read(row.table, row.chains, row.num_computed):
             row.is_bad = True
-        if row.is_bad and not lost and row.num_computed + count == len(row.tokens):
+        end = row.num_computed + count
+        if row.is_bad and not lost and (end == len(row.tokens) or row.scored(row.num_computed, end)):
             row.failure = "the logits are not numbers"
 
     def _loss(self, block: int, step: int) -> tuple[Tier, int, int]:
@@ -198,26 +210,40 @@ class FakeWorker:
             return
         pool, size = self.pools[Tier.DEVICE], self.limits.block_size
         chain = row.chains[-1] if row.chains else ROOT
+        wanted, num_likely = row.scored(row.num_computed, row.num_computed + count), row.sampling.prompt_logprobs
+        row.scores = []
         for position in range(row.num_computed, row.num_computed + count):
             token = row.tokens[position]
             chain = mix(chain, token)
             pool.write(row.table[position // size], position % size, chain, token, not row.is_bad)
             row.chains.append(chain)
+            if position + 1 in wanted:
+                row.scores.append(logprobs_of(chain, row.tokens[position + 1], num_likely, self.vocab_size))
 
     def _result(self, step: int, batch: list[Row], counts: list[int]) -> StepResult:
         result = StepResult(self.lease, step, [], [])
         lost: list[KvLost] = []
         logprobs: list[RowLogprobs] = []
-        for index, row in enumerate(batch):
+        scored: list[PromptLogprobs] = []
+        for index, (row, count) in enumerate(zip(batch, counts, strict=True)):
             if row.failure:
                 result.failed[index] = row.failure
             lost.extend([KvLost(index, *entry) for entry in row.lost])
+            if row.scores and not row.is_dead:
+                scored.append(self._scored(row, index, count))
             samples = not row.is_dead and row.num_computed == len(row.tokens)
             tokens = self._draw(row, index, logprobs) if samples else []
             result.num_tokens.append(len(tokens))
             result.tokens.extend(tokens)
-        result.lost, result.logprobs = tuple(lost), tuple(logprobs)
+        result.lost, result.logprobs, result.prompt_logprobs = tuple(lost), tuple(logprobs), tuple(scored)
         return result
+
+    def _scored(self, row: Row, index: int, count: int) -> PromptLogprobs:
+        wanted = row.scored(row.num_computed - count, row.num_computed)
+        entries = [entry for scores in row.scores for entry in scores]
+        ranks = [rank_of(row.chains[position - 1], row.tokens[position], self.vocab_size) for position in wanted]
+        columns = tuple([t for t, _ in entries]), tuple([w for _, w in entries]), tuple(ranks)
+        return PromptLogprobs(index, wanted.start, 1 + row.sampling.prompt_logprobs, *columns)
 
     def _draw(self, row: Row, index: int, logprobs: list[RowLogprobs]) -> list[int]:
         match row.sampling.choose:
@@ -247,3 +273,8 @@ def logprobs_of(chain: int, token: int, num_likely: int, vocab_size: int) -> lis
     """The drawn token and then the likeliest after the prefix with this chain; padded by the last if they run out."""
     likely = list(candidates(chain, num_likely, vocab_size))
     return [(token, -0.25), *likely, *likely[-1:] * (num_likely - len(likely))]
+
+
+def rank_of(chain: int, token: int, vocab_size: int) -> int:
+    """How many tokens are said to be as likely as this one after the prefix with this chain, or likelier."""
+    return 1 + mix(chain, token) % vocab_size

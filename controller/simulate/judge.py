@@ -20,6 +20,7 @@ from kilburn.controller.core.events import (
     Pin,
     Pinned,
     Refused,
+    Scored,
     Send,
     Shutdown,
     Started,
@@ -88,6 +89,8 @@ class Judge:
             match effect:
                 case Emit():
                     self.clients.emitted(effect, now)
+                case Scored():
+                    self.clients.scored(effect, now)
                 case Finished():
                     self.clients.finished(effect, now)
                 case Beam():

@@ -51,7 +51,9 @@ class Pins:
         return [case for case in self.cases.values() if case.is_live]
 
     def shared_blocks(self, submit: Submit, block_size: int) -> int:
-        """Pinned blocks that a request begins with."""
+        """Pinned blocks that a request begins with; of one whose prompt is scored, all must be computed."""
+        if submit.sampling.prompt_logprobs >= 0:
+            return 0
         runs = [run_of(submit.prompt, case.pin.tokens) for case in self.live() if case.serves(submit)]
         return min(max(runs, default=0), len(submit.prompt) - 1) // block_size
 

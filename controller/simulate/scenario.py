@@ -130,6 +130,9 @@ def draw_scenario(seed: int) -> Scenario:
     limits = Random(seed ^ 0x11A1)
     if limits.random() < 0.1:
         errands = tuple([_hurried(limits, errand) for errand in errands])
+    scorers = Random(seed ^ 0x5C0)
+    if scorers.random() < 0.15:
+        errands = tuple([_scored(scorers, errand) for errand in errands])
     return Scenario(
         seed=seed,
         depth=depth,
@@ -269,6 +272,14 @@ def _hurried(rng: Random, errand: Errand) -> Errand:
     """Perhaps with limits of its own."""
     queue_s, request_s = rng.choice((None, 0.05, 0.5)), rng.choice((None, 0.2, 5.0))
     return replace(errand, submit=replace(errand.submit, queue_s=queue_s, request_s=request_s))
+
+
+def _scored(rng: Random, errand: Errand) -> Errand:
+    """Perhaps its prompt is to be scored."""
+    if errand.submit.beams is not None or rng.random() < 0.4:
+        return errand
+    sampling = replace(errand.submit.sampling, prompt_logprobs=rng.choice((0, 2)))
+    return replace(errand, submit=replace(errand.submit, sampling=sampling))
 
 
 def _draw_beams(rng: Random, sampling: Sampling, vocab_size: int) -> tuple[BeamSettings, Sampling]:

@@ -29,6 +29,7 @@ from kilburn.controller.core.events import (
     Pin,
     Pinned,
     Refused,
+    Scored,
     Send,
     Shutdown,
     Started,
@@ -224,6 +225,8 @@ class World:
                 for at_index, num_tokens in self.errands[request_id].stops:
                     if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
                         self.inbox.append(Stop(request_id, index))
+            case Scored(ranks=ranks):
+                self.seen["prompt token scored"] += len(ranks)
             case Beam():
                 self.seen["beam"] += 1
             case Pinned():

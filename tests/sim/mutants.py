@@ -108,6 +108,19 @@ MUTANTS = [
         "range(first, len(tokens) // self._block_size)",
     ),
     one(
+        "what is to be scored is hit",
+        "sequence.py",
+        "end = num_tokens if self.num_scored >= self.num_prompt else self.num_scored",
+        "end = num_tokens",
+    ),
+    one(
+        "scores are asked for anew after a preemption",
+        "step.py",
+        "scored_from=sequence.group.num_scored if",
+        "scored_from=1 if",
+    ),
+    one("scores are told twice", "commit.py", "group.num_scored = end", "group.num_scored = min(end, start + 1)"),
+    one(
         "published one block early",
         "commit.py",
         "full = sequence.own_table.blocks[: computed // size]",

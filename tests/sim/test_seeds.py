@@ -48,6 +48,7 @@ HAPPENINGS = {
     "step failed": 50,
     "stale result": 20,
     "beam": 1_000,
+    "prompt token scored": 2_000,
     "pinned": 800,
     "partial block shared": 300,
     "not pinned": 50,

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from kilburn.shared.layout import blocks_for
+from kilburn.shared.messages import PromptLogprobs
 from kilburn.shared.sampling import Sampling
+from kilburn.worker.sampler import NOT_FINITE
 from tests.worker.toy import KV_HEADS, LAYERS, MAX_LEN, VOCAB, Hand, Int8, ToyModel, admit, oracle, toy_executor
 
 KNOBS = (
@@ -22,6 +24,8 @@ KNOBS = (
     Sampling(temperature=0.0, presence_penalty=0.7, frequency_penalty=0.3),
     Sampling(temperature=1.0, repetition_penalty=1.4, seed=14, logit_bias=((3, 2.5), (9, -4.0))),
     Sampling(temperature=0.9, min_tokens=6, stop_ids=(1, 2, 5, 8), seed=15, logprobs=2),
+    Sampling(temperature=0.0, prompt_logprobs=2),
+    Sampling(temperature=0.7, seed=16, repetition_penalty=1.2, prompt_logprobs=0),
 )
 
 
@@ -35,6 +39,11 @@ class Sequence:
     host_blocks: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
+    scores: list[PromptLogprobs] = field(default_factory=list)
+
+    @property
+    def num_scored(self) -> int:
+        return self.scores[-1].start + len(self.scores[-1].ranks) if self.scores else 1
 
     @property
     def limit(self) -> int:
@@ -113,7 +122,15 @@ class World:
             self.free_host += seq.host_blocks
             seq.host_blocks = []
             self.admits.append(
-                admit(seq.row, seq.tokens, seq.blocks, seq.sampling, start=seq.computed, num_prompt=len(seq.prompt))
+                admit(
+                    seq.row,
+                    seq.tokens,
+                    seq.blocks,
+                    seq.sampling,
+                    start=seq.computed,
+                    num_prompt=len(seq.prompt),
+                    scored_from=seq.num_scored,
+                )
             )
 
     def _step(self) -> None:
@@ -138,6 +155,10 @@ class World:
         )
         self.admits, self.swaps_out, self.swaps_in = [], [], []
         assert not result.failed
+        for scored in result.prompt_logprobs:
+            seq = working[scored.index]
+            assert scored.start == seq.num_scored, "each position once, in order"
+            seq.scores.append(scored)
         tokens = iter(result.tokens)
         for seq, num_tokens in zip(working, result.num_tokens, strict=True):
             assert num_tokens == (seq.computed == len(seq.tokens))
@@ -151,6 +172,54 @@ def test_every_sequence_is_the_one_it_would_be_alone(seed: int) -> None:
     for number, seq in enumerate(world.sequences):
         expected = oracle(world.model, seq.prompt, seq.sampling, seq.num_output)
         assert seq.tokens[len(seq.prompt) :] == expected, f"seed {seed}, sequence {number}: {seq}"
+        check_scores(world.model, seq)
+
+
+def check_scores(model: ToyModel, seq: Sequence) -> None:
+    """Every position of a prompt that is scored, against logits of the whole prompt at once."""
+    count = seq.sampling.prompt_logprobs
+    assert seq.num_scored == (len(seq.prompt) if count >= 0 else 1)
+    logits = model.dense(seq.prompt)[:-1]
+    logprobs = torch.log_softmax(logits.double(), dim=1)
+    for scored in seq.scores:
+        assert scored.width == 1 + count
+        for i, rank in enumerate(scored.ranks):
+            position, entries = scored.start + i, slice(i * scored.width, (i + 1) * scored.width)
+            row, own = logprobs[position - 1], seq.prompt[position]
+            ids, values = scored.ids[entries], scored.logprobs[entries]
+            assert ids[0] == own
+            assert rank == 1 + int((row > row[own]).sum())
+            assert list(values) == pytest.approx(row[list(ids)].tolist(), abs=1e-4)
+            assert list(values[1:]) == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
+
+
+def test_a_long_prompt_is_scored_with_few_rows_of_logits_at_once() -> None:
+    model, sizes = ToyModel(2), []
+    executor = toy_executor(model, block_size=4, max_rows=2)
+    executor.runner.rows_at_once, whole = 3, model.logits
+    model.logits = lambda hidden: (sizes.append(len(hidden)), whole(hidden))[1]  # type: ignore[method-assign]
+    prompt = [token % VOCAB for token in range(3, 20)]
+    wanted = Sampling(temperature=0.0, prompt_logprobs=1)
+    result = Hand(executor).run({0: 17}, (admit(0, prompt, [0, 1, 2, 3, 4], wanted, scored_from=1),))
+    (scored,) = result.prompt_logprobs
+    assert (scored.start, len(scored.ranks)) == (1, 16)
+    assert max(sizes) == 3
+    model.logits = whole  # type: ignore[method-assign]
+    check_scores(model, Sequence(prompt, wanted, 1, scores=[scored]))
+
+
+def test_a_prompt_that_has_no_numbers_fails_its_row_alone() -> None:
+    model = ToyModel(2)
+    executor = toy_executor(model, block_size=4, max_rows=2)
+    whole = model.logits
+    model.logits = lambda hidden: torch.where(hidden[:, :1] == hidden[0, 0], float("nan"), whole(hidden))  # type: ignore[method-assign]
+    hand, wanted = Hand(executor), Sampling(temperature=0.0, prompt_logprobs=1)
+    result = hand.run({0: 2}, (admit(0, [5, 9, 2], [0], wanted, scored_from=1),))
+    assert result.failed == {0: NOT_FINITE}
+    assert result.prompt_logprobs == ()
+    model.logits = whole  # type: ignore[method-assign]
+    result = hand.run({0: 1, 1: 2}, (admit(1, [5, 9, 2], [1], wanted, scored_from=1),))
+    assert (set(result.failed), [scored.index for scored in result.prompt_logprobs]) == ({0}, [1])
 
 
 STATIC = Int8(torch.rand(LAYERS, 2, KV_HEADS, generator=torch.Generator().manual_seed(5)) * 0.02 + 0.02)

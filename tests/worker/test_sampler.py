@@ -207,6 +207,38 @@ def test_log_probabilities_are_the_models_own(beside: list[Case]) -> None:
     np.testing.assert_allclose(report.logprobs, logprobs[list(report.ids)], atol=1e-5)
 
 
+PROCESSED = Sampling(seed=3, logprobs=5, logprobs_are_processed=True)
+SHAPED = replace(PROCESSED, repetition_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 3.0), (2, -100.0)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        replace(PROCESSED, temperature=0.5),
+        replace(SHAPED, temperature=1.7, top_k=4),
+        replace(SHAPED, temperature=2.0, top_p=0.7, min_p=0.05),
+        replace(SHAPED, top_k=1),
+        replace(SHAPED, min_tokens=40, stop_ids=(1, 2, 3)),
+        replace(SHAPED, temperature=0.0, top_k=3),
+    ],
+)
+@pytest.mark.parametrize("kernels", [KERNELS, reference], ids=["fast", "reference"])
+def test_processed_log_probabilities_are_of_what_is_drawn_from(sampling: Sampling, kernels: Kernels) -> None:
+    """After penalties, bias, masks, temperature and cuts. Without chance: of what the choice is made by."""
+    case, plain = Case(6, 40, sampling), Case(9, 40, Sampling(seed=1, logprobs=2))
+    result = chosen_by([plain, case], kernels)
+    shaped = plain_logits(case.logits, sampling, case.known, case.num_prompt)
+    as_if = replace(sampling, temperature=1.0, top_k=0) if sampling.is_greedy else sampling
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(plain_distribution(shaped, as_if))
+    report = result.reports[1]
+    assert report.ids[0] == result.tokens[1] == case.expected()
+    np.testing.assert_allclose(report.logprobs, logprobs[list(report.ids)], atol=1e-5)
+    np.testing.assert_allclose(report.logprobs[1:], np.sort(logprobs)[::-1][:5], atol=1e-5)
+    raw = torch.log_softmax(torch.from_numpy(plain.logits).double(), 0).numpy()
+    np.testing.assert_allclose(result.reports[0].logprobs, raw[list(result.reports[0].ids)], atol=1e-5)
+
+
 @pytest.mark.parametrize(("wanted", "width"), [(0, 1), (5, 6), (1000, 41)])
 def test_as_many_log_probabilities_as_there_are(wanted: int, width: int) -> None:
     case = Case(6, 40, Sampling(seed=3, logprobs=wanted, choose=Draws(0, 3)))

@@ -160,11 +160,12 @@ def admit(
     *,
     start: int = 0,
     num_prompt: int | None = None,
+    scored_from: int = 0,
 ) -> Admit:
     """`tokens` are all that the sequence has; those before `start` go along only where they are needed."""
     history = tuple(tokens[:start]) if sampling.needs_history else ()
     border = len(tokens) if num_prompt is None else num_prompt
-    return Admit(row, start, border, tuple(tokens[start:]), history, tuple(blocks), sampling)
+    return Admit(row, start, border, tuple(tokens[start:]), history, tuple(blocks), sampling, scored_from)
 
 
 # --- the plain way
