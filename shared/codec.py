@@ -177,8 +177,8 @@ def _result(lease: int, step: int, num_advances: int, *values: Any) -> m.StepRes
     if sum(result.num_tokens) + num_advances - len(result.num_tokens) != len(result.tokens):
         raise ProtocolError("draws and tokens differ in number")
     f.pad_counts(result.num_tokens, num_advances)
-    rows = (*result.lost, *result.logprobs, *result.prompt_logprobs)
-    indices = [*result.failed, *[row.index for row in rows]]
+    indices = [*result.failed, *[lost.index for lost in result.lost], *[row.index for row in result.logprobs]]
+    indices += [scored.index for scored in result.prompt_logprobs]
     if indices and max(indices) >= num_advances:
         raise ProtocolError("an outcome for no advance")
     for row in result.logprobs:
