@@ -50,6 +50,7 @@ class Answer:
     num_prompt: int = 0
     num_output: int = 0
     fault: str = ""
+    text: str = ""
 
 
 # --- what is asked
@@ -164,6 +165,7 @@ def read_chunk(answer: Answer, chunk: dict[str, Any], now_s: float) -> None:
         else:
             answer.first_s = now_s
         answer.last_s = now_s
+        answer.text += chunk["choices"][0].get("text") or ""
     if usage := chunk.get("usage"):
         answer.num_prompt, answer.num_output = usage["prompt_tokens"], usage["completion_tokens"]
 
@@ -200,10 +202,13 @@ async def worker_seconds(session: aiohttp.ClientSession, url: str) -> dict[str, 
     return found
 
 
-async def measure(options: argparse.Namespace, console: Console) -> tuple[list[Answer], float, dict[str, float]]:
+async def measure(
+    options: argparse.Namespace, console: Console, asked: Sequence[Asked] = ()
+) -> tuple[list[Answer], float, dict[str, float]]:
+    """Answers in the order of what was asked (of `options`, if nothing is given), seconds, the worker's by phase."""
     dice = random.Random(options.seed)
-    asked = chosen(options, dice)
-    answers: list[Answer] = []
+    asked = asked or chosen(options, dice)
+    answers = [Answer(0.0) for _ in asked]
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     columns = (TextColumn("asking"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     async with aiohttp.ClientSession(
@@ -216,7 +221,7 @@ async def measure(options: argparse.Namespace, console: Console) -> tuple[list[A
             bar = progress.add_task("", total=len(asked))
 
             async def one(index: int) -> None:
-                answers.append(await ask(session, options, asked[index], index))
+                answers[index] = await ask(session, options, asked[index], index)
                 progress.advance(bar)
 
             begun = time.perf_counter()
