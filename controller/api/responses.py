@@ -91,17 +91,22 @@ def _turns(item: Any, where: str) -> Iterator[dict[str, Any]]:
             call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
         case {"type": "function_call_output", "call_id": str(id)}:
-            yield {"role": "tool", "tool_call_id": id, "content": text_of(item.get("output"), f"{where}.output")}
+            yield {"role": "tool", "tool_call_id": id, "content": _text(item, "output", where)}
         case {"type": "item_reference"}:
             raise bad_request(where, f"{where} refers to an item; {STATELESS}")
         case {"role": "user" | "assistant" | "system" | "developer" as role} if (
             item.get("type", "message") == "message"
         ):
-            content = text_of(item.get("content"), f"{where}.content")
-            yield {"role": "system" if role == "developer" else role, "content": content}
+            yield {"role": "system" if role == "developer" else role, "content": _text(item, "content", where)}
         case _:
             message = f"{where} must be a message (role, content), a function_call or a function_call_output"
             raise bad_request(where, message)
+
+
+def _text(item: dict[str, Any], name: str, where: str) -> str:
+    if item.get(name) is None:
+        raise bad_request(f"{where}.{name}", f"{where}.{name} is missing")
+    return text_of(item[name], f"{where}.{name}")
 
 
 def _joined(turns: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -119,7 +119,10 @@ async def test_no_route_is_open_but_health(tmp_path: Path) -> None:
                     if response.status != 401:
                         open_routes.add((method, path, response.status))
                     elif method != "HEAD":
-                        assert (await response.json())["error"]["code"] == "invalid_api_key"
+                        told = (await response.json())["error"]
+                        is_anthropics = path.startswith("/v1/messages")
+                        assert told.get("code") == (None if is_anthropics else "invalid_api_key")
+                        assert (told["type"] == "authentication_error") is is_anthropics
         probes = {"/health", "/ready", "/live"}
         page = set(page_files())  # the block map's files hold no figures; its feed is not among them
         assert open_routes == {(method, path, 200) for method, path in routes if path in probes | page}
