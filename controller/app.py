@@ -8,8 +8,6 @@ What this file does not know: what happens in between (driver.py, api/).
 import asyncio
 import logging
 import os
-import secrets
-import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,21 +19,18 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
-from kilburn.controller.api.malformed import connection_log, hide_software
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
-from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
+from kilburn.controller.listening import EVERYWHERE, keyring_for, listen, runner_of, stop_signals
 from kilburn.controller.metrics import Metrics, Sources
 from kilburn.controller.page.feed import Feed
 from kilburn.controller.page.picture import Picture, Rates, Totals
-from kilburn.controller.registry import InProcessRegistry, PrefixRegistry
-from kilburn.controller.registry_entries import EntrySigner
-from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
-from kilburn.controller.salts import KeyFileFault, Salts, keyed, read_server_key
+from kilburn.controller.registry import Announcement, PrefixRegistry
+from kilburn.controller.registry_opening import registry_for, salts_for
 from kilburn.controller.telling import Teller
 from kilburn.controller.text import Text, TextError, read_folder
 from kilburn.controller.tracing import Tracing, exporter_to
@@ -46,8 +41,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 log = logging.getLogger("kilburn")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MOST_HEADER_BYTES = 8190
 
 
 @dataclass
@@ -91,45 +84,19 @@ def engine_settings(settings: ControllerSettings) -> EngineSettings:
     )
 
 
-def _salts(settings: ControllerSettings) -> Salts:
-    try:
-        key = read_server_key(settings.server_key_file)
-    except KeyFileFault as fault:
-        raise SettingError(f"--server-key-file: {fault}") from fault
-    if not settings.server_key_file and settings.redis:
-        log.warning(
-            "no server_key_file: this process drew a key of its own, so that no other controller can read what it "
-            "publishes in Redis, nor it what they do; write 32 random bytes to a file and give it to all of them"
-        )
-    return Salts(key)
+def _announce(registry: PrefixRegistry, settings: ControllerSettings, driver: Driver, address: str) -> None:
+    """Gateways are told where to reach this controller, where there is an address that others can use."""
+    reached_at = settings.advertise.rstrip("/") or ("" if settings.host in EVERYWHERE else address)
 
+    def about() -> Announcement | None:
+        seen = driver.engine.snapshot()
+        if seen.is_closing:
+            return None
+        sizes = tuple(sorted({group.block_size for group in seen.groups}))
+        return Announcement(reached_at, seen.requests, driver.model_digest, sizes)
 
-def _registry(settings: ControllerSettings, salts: Salts, model_name: str) -> PrefixRegistry:
-    if not settings.redis:
-        return InProcessRegistry()
-    try:
-        connect = connector(settings.redis)
-    except UrlFault as fault:
-        raise SettingError(f"--redis: the URL {fault}") from fault
-    # Names of one model are no names of another: a tokenizer of its own gives them other tokens.
-    files = [Path(settings.model) / name for name in ("tokenizer.json", "config.json")]
-    about = [file.read_bytes() if file.exists() else b"" for file in files]
-    namespace = keyed(salts.service_key(), b"namespace", model_name.encode(), *about)
-    signer = EntrySigner(salts.service_key(), namespace)
-    return RedisRegistry(connect, signer, namespace.hex()[:32], secrets.token_hex(8))
-
-
-def _keyring(settings: ControllerSettings) -> Keyring:
-    try:
-        keyring = read_keys(settings.api_key_file, os.environ.get("KILBURN_API_KEYS", ""))
-    except KeyFault as fault:
-        raise SettingError(str(fault)) from fault
-    if keyring.is_empty and settings.host not in LOOPBACK:
-        raise SettingError(
-            f"--host {settings.host}: beyond loopback API keys are needed; set --api-key-file or KILBURN_API_KEYS, "
-            "or give --host 127.0.0.1"
-        )
-    return keyring
+    if reached_at:
+        registry.announce(about)
 
 
 def _picture(driver: Driver, model_name: str) -> Picture:
@@ -183,7 +150,7 @@ async def running_controller(
 
     `exporter`: where spans go, in place of `trace_to`.
     """
-    keyring = _keyring(settings)
+    keyring = keyring_for(settings.host, settings.api_key_file)
     # Threads of the tokenizers library would take the cores that a worker on this machine computes with.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -191,8 +158,8 @@ async def running_controller(
     except TextError as error:
         raise SettingError(f"--model: {error}") from error
     model_name = settings.served_model_name or Path(settings.model).name
-    salts = _salts(settings)
-    registry = _registry(settings, salts, model_name)
+    salts = salts_for(settings.server_key_file, is_shared=bool(settings.redis))
+    registry = registry_for(settings.redis, Path(settings.model), model_name, salts)
     limits = (settings.max_prefixes, settings.progress_seconds, settings.log_text)
     driver = Driver(Engine(engine_settings(settings)), registry, text, salts, *limits)
     driver.tracing = _tell_stories(settings, driver, text, exporter)
@@ -211,23 +178,14 @@ async def running_controller(
         health=driver.health,
     )
     app = application(service, keyring, settings.max_body)
-    hide_software()
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,  # a client that leaves frees its blocks
-        access_log=None,
-        logger=connection_log(),
-        max_line_size=MOST_HEADER_BYTES,
-        max_field_size=MOST_HEADER_BYTES,
-        shutdown_timeout=1.0,
-    )
+    runner = runner_of(app)
     try:
         registry.start()
         await link.start()
         await runner.setup()
-        port = await _listen(runner, settings)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        yield Running(f"http://{host}:{port}", link.endpoint, model_name, driver, app, service.feed)
+        address = await listen(runner, settings.host, settings.port)
+        _announce(registry, settings, driver, address)
+        yield Running(address, link.endpoint, model_name, driver, app, service.feed)
     finally:
         await runner.cleanup()
         driver.close()
@@ -253,18 +211,6 @@ def _tell_stories(
     return tracing
 
 
-async def _listen(runner: web.AppRunner, settings: ControllerSettings) -> int:
-    try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
-    except OSError as error:
-        where = f"{settings.host}:{settings.port}"
-        raise SettingError(
-            f"--port {settings.port}: cannot listen on {where} ({error.strerror}); give another --port, or 0 for any"
-        ) from error
-    port: int = runner.addresses[0][1]
-    return port
-
-
 async def _either(asked: asyncio.Event, fatal: asyncio.Future[None]) -> None:
     """Until a signal asks to stop. Raises what is fatal."""
     stop = asyncio.ensure_future(asked.wait())
@@ -277,22 +223,11 @@ async def _either(asked: asyncio.Event, fatal: asyncio.Future[None]) -> None:
 
 async def run_controller(settings: ControllerSettings, on_running: Callable[[Running], None] | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends that. Raises SettingError and LawBroken."""
-    loop = asyncio.get_running_loop()
-    asked, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if asked.is_set() else asked).set()
-
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")  # no effect where it is set up
     log.setLevel(settings.log_level.upper())
     async with running_controller(settings) as running:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        try:
+        with stop_signals() as (asked, hurry):
             if on_running is not None:
                 on_running(running)
             await _either(asked, running.driver.fatal)
             await drain(running.driver, settings.drain_seconds, hurry)
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)

@@ -1,4 +1,4 @@
-"""The command line: `kilburn serve | controller | worker | plan | top | health | provision | keys`.
+"""The command line: `kilburn serve | controller | worker | gateway | plan | top | health | provision | keys`.
 
 A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
 something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is
@@ -17,6 +17,7 @@ from kilburn.controller.version import version
 from kilburn.shared import logs
 from kilburn.shared.config import (
     ControllerSettings,
+    GatewaySettings,
     HealthSettings,
     PlanSettings,
     ProvisionSettings,
@@ -38,6 +39,8 @@ ABOUT_CONTROLLER = (
     "The process that decides: REST API, queue, scheduler. Workers connect to it; it never touches a tensor."
 )
 ABOUT_WORKER = "The process that computes: loads a model and runs the plans of the controller that it connects to."
+ABOUT_GATEWAY = """One address before several controllers: a request goes to the one that has computed most of its
+prompt and is least busy, and to another if that one fails before the first token. Keeps nothing."""
 ABOUT_PLAN = """What a worker would make of a device's memory: weights, what steps need, KV blocks, sequences. Needs no
 accelerator and loads no weights: config.json and the headers of safetensors or GGUF files are read."""
 ABOUT_TOP = (
@@ -84,6 +87,21 @@ def worker(words: Sequence[str]) -> int:
     folder = prepared_folder(settings.model, settings.revision)
     flags = as_flags(replace(settings, model=str(folder)))
     os.execv(sys.executable, [sys.executable, "-m", "kilburn.worker", *flags])
+
+
+def gateway(words: Sequence[str]) -> int:
+    settings = load_or_exit(GatewaySettings, words, "kilburn gateway", ABOUT_GATEWAY, "model")
+    logs.set_up(settings.log_level, settings.log_format)
+    from kilburn.controller.gateway.app import RunningGateway, run_gateway
+    from kilburn.controller.prepared import prepared_folder, public_name
+
+    def tell(running: RunningGateway) -> None:
+        print(f"{name}: REST at {running.http_address}", flush=True)
+
+    name = settings.served_model_name or public_name(settings.model)
+    folder = prepared_folder(settings.model, settings.revision)
+    asyncio.run(run_gateway(replace(settings, model=str(folder), served_model_name=name), tell))
+    return 0
 
 
 def plan(words: Sequence[str]) -> int:
@@ -142,6 +160,7 @@ COMMANDS = {
     "serve": Command("serve MODEL", "a model, ready to be asked: controller and worker on this machine", serve),
     "controller": Command("controller MODEL", "only the controller; workers connect to it", controller),
     "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
+    "gateway": Command("gateway MODEL", "one address before several controllers", gateway),
     "plan": Command("plan MODEL", "what fits into a device's memory, before there is a device", plan),
     "top": Command("top", "a running server's blocks and requests, in this terminal", top),
     "health": Command("health [URL]", "how a server is; status 0 where it is well", health),

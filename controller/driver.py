@@ -79,6 +79,7 @@ class Driver:
         self.streams = Streams(self.post, text.detokenizer, self.chronicle, self.onlookers)
         self.send: Callable[[bytes, FromController], None] = lambda peer, message: None  # until there is a link
         self.vocab_size = text.vocab_size
+        self.model_digest = b""  # as the workers have it; empty until one came
         self.fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._progress_s = progress_s
@@ -123,7 +124,7 @@ class Driver:
             self.post(event)
 
     def _note_hello(self, peer: bytes, hello: Hello) -> None:
-        self.vocab_size = hello.vocab_size
+        self.vocab_size, self.model_digest = hello.vocab_size, hello.model_digest
         self._peers.pop(hello.pid, None)
         self._peers[hello.pid] = peer
         if len(self._peers) > MOST_PEERS:

@@ -6,7 +6,8 @@ which compares tokens. Bounded twice, in entries (oldest first) and in age, so t
 word is forgotten too.
 
 A name is kept by the controller that registered it (named.py); a registry passes it on, and may lose it at any time.
-Here is the registry of a controller that is alone. Another keeps both in Redis (registry_redis.py).
+Here is the registry of a controller that is alone. Another keeps both in Redis (registry_redis.py), and there each
+controller also announces itself, for gateways (gateway/).
 """
 
 from collections import OrderedDict
@@ -43,6 +44,20 @@ class NamedEntry:
         return not self.tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a controller says of itself to those who send it requests."""
+
+    address: str  # of its REST API
+    num_requests: int  # that it has, waiting or running
+    model_digest: bytes  # with a block size, what it takes to name blocks as its workers do
+    block_sizes: tuple[int, ...]  # of its worker groups
+
+
+# What a controller would say of itself now; None while it wants no requests.
+Announcer = Callable[[], Announcement | None]
+# Told who announced itself, by the controller's id, as it appears in `holders` before the slash.
+FleetHeard = Callable[[Mapping[str, Announcement]], None]
 # Told of the names that a registry holds, and whether these are all, it answers with those to be published again.
 NamesHeard = Callable[[Mapping[NameKey, NamedEntry], bool], Sequence[NamedEntry]]
 
@@ -72,11 +87,20 @@ class PrefixRegistry(Protocol):
 
     def holders(self, digest: bytes, now: float) -> frozenset[str]: ...
 
+    async def fetch(self, digests: Iterable[bytes], now: float, within_s: float) -> None:
+        """Ask which groups of other controllers hold these; `holders` knows afterwards. Fails as if none did."""
+
     def publish(self, entry: NamedEntry) -> None:
         """Others may know this name, or that it is no more."""
 
     def listen(self, heard: NamesHeard) -> None:
         """Whom to tell of the names that are there."""
+
+    def announce(self, about: Announcer) -> None:
+        """Whom to ask, again and again, what gateways shall know of this controller."""
+
+    def watch(self, heard: FleetHeard) -> None:
+        """Whom to tell of the controllers that announce themselves."""
 
     def start(self) -> None: ...
 
@@ -123,7 +147,25 @@ class InProcessRegistry:
             return frozenset()
         return frozenset(self._groups[digest])
 
-    # Nobody else is there to be told of names.
+    def ageing(self, heard_before: float, most: int) -> list[tuple[bytes, frozenset[str]]]:
+        """Of what was last published before a time, the oldest: digests, and who holds them."""
+        found: list[tuple[bytes, frozenset[str]]] = []
+        for digest, heard_at in self._heard.items():
+            if heard_at >= heard_before or len(found) == most:
+                break
+            found.append((digest, frozenset(self._groups[digest])))
+        return found
+
+    # Nobody else is there to be told or asked.
+
+    async def fetch(self, digests: Iterable[bytes], now: float, within_s: float) -> None:
+        pass
+
+    def announce(self, about: Announcer) -> None:
+        pass
+
+    def watch(self, heard: FleetHeard) -> None:
+        pass
 
     def publish(self, entry: NamedEntry) -> None:
         pass

@@ -2,6 +2,7 @@
 
     name    HMAC(service key; namespace, field | json) | json          json: one NamedEntry
     hint    HMAC(service key; digest, group | expiry)  | expiry        expiry: milliseconds since 1970, 8 bytes
+    fleet   HMAC(service key; namespace, id | json) | json             json: one Announcement and its expiry
 
 The signature covers where an entry lies, so that none can be moved to another place. Whatever is not signed, or makes
 no sense although it is, reads as None: it costs a missed hit and no more.
@@ -12,7 +13,7 @@ import json
 from struct import pack, unpack
 from typing import Any
 
-from kilburn.controller.registry import NamedEntry
+from kilburn.controller.registry import Announcement, NamedEntry
 from kilburn.controller.salts import keyed
 
 MAC_BYTES = 32
@@ -20,6 +21,7 @@ HINT_BYTES = MAC_BYTES + 8
 MOST_ENTRY_BYTES = 16 << 20
 MOST_TOKENS = 1 << 20
 MOST_TEXT = 1024
+MOST_BLOCK_SIZES = 64
 INT32_MAX = 2**31 - 1
 
 
@@ -35,21 +37,31 @@ class EntrySigner:
 
     def write_name(self, entry: NamedEntry) -> bytes:
         body = json.dumps([entry.tenant, entry.name, entry.cache_salt, list(entry.tokens), entry.stamp]).encode()
-        return self._name_mac(self.field_of(*entry.key), body) + body
+        return keyed(self._key, b"name", self._namespace, self.field_of(*entry.key), body) + body
 
     def read_name(self, field: object, value: object) -> NamedEntry | None:
+        return _entry(self._signed_json(b"name", field, value))
+
+    def _signed_json(self, purpose: bytes, field: object, value: object) -> Any:
+        """What was signed for this place, or None."""
         if not isinstance(field, bytes) or not isinstance(value, bytes) or len(value) > MOST_ENTRY_BYTES:
             return None
         mac, body = value[:MAC_BYTES], value[MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._name_mac(field, body)):
+        if not hmac.compare_digest(mac, keyed(self._key, purpose, self._namespace, field, body)):
             return None
         try:
-            return _entry(json.loads(body))
+            return json.loads(body)
         except (ValueError, RecursionError):
             return None
 
-    def _name_mac(self, field: bytes, body: bytes) -> bytes:
-        return keyed(self._key, b"name", self._namespace, field, body)
+    def write_controller(self, controller: bytes, about: Announcement, expires_ms: int) -> bytes:
+        told = [about.address, about.num_requests, about.model_digest.hex(), list(about.block_sizes), expires_ms]
+        body = json.dumps(told).encode()
+        return keyed(self._key, b"fleet", self._namespace, controller, body) + body
+
+    def read_controller(self, controller: object, value: object) -> tuple[Announcement, int] | None:
+        """What a controller said of itself, and when that expires, in milliseconds since 1970."""
+        return _announcement(self._signed_json(b"fleet", controller, value))
 
     def write_hint(self, digest: bytes, group: bytes, expires_ms: int) -> bytes:
         expiry = pack("<Q", expires_ms)
@@ -75,5 +87,20 @@ def _entry(read: Any) -> NamedEntry | None:
             if not all(type(token) is int and 0 <= token <= INT32_MAX for token in tokens):
                 return None
             return NamedEntry(tenant, name, cache_salt, tuple(tokens), stamp)
+        case _:
+            return None
+
+
+def _announcement(read: Any) -> tuple[Announcement, int] | None:
+    match read:
+        case [str(address), int(num_requests), str(digest), list(sizes), int(expires_ms)]:
+            is_digest = len(digest) <= 2 * MAC_BYTES and all(char in "0123456789abcdef" for char in digest)
+            if not is_digest or len(digest) % 2 or len(sizes) > MOST_BLOCK_SIZES or num_requests < 0:
+                return None
+            if not all(type(size) is int and 0 < size <= INT32_MAX for size in sizes):
+                return None
+            if len(address) > MOST_TEXT or not address.startswith(("http://", "https://")):
+                return None
+            return Announcement(address, num_requests, bytes.fromhex(digest), tuple(sizes)), expires_ms
         case _:
             return None

@@ -2,11 +2,13 @@
 
     kilburn:names:NAMESPACE    a hash, one field for each name: signed NamedEntry
     kilburn:hint:DIGEST        a hash, one field for each worker group: signed expiry; the key itself expires too
+    kilburn:fleet:NAMESPACE    a hash, one field for each controller: signed Announcement and expiry
 
 One task talks to Redis, in turns of bounded length: send what has gathered, read the names. `learn` and `publish` only
 put down what there is to send, in bounded lists, so nobody ever waits for Redis, and of what it says nothing is
 believed that is not signed (registry_entries.py). A turn that fails, for whatever reason, costs the hints that were to
-be sent in it; names are kept and sent again. What Redis loses, those who registered it publish anew.
+be sent in it; names are kept and sent again. What Redis loses, those who registered it publish anew. A hint is sent
+again at half its life for as long as the group holds the block; so is a controller's word of itself.
 """
 
 import asyncio
@@ -16,21 +18,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from redis.asyncio import Redis, RedisCluster, Sentinel
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
-from kilburn.controller.registry import InProcessRegistry, NamedEntry, NameKey, NamesHeard, RegistryCounters
+from kilburn.controller.redis_urls import SOCKET_S, Client
+from kilburn.controller.registry import (
+    Announcement,
+    Announcer,
+    FleetHeard,
+    InProcessRegistry,
+    NamedEntry,
+    NameKey,
+    NamesHeard,
+    RegistryCounters,
+)
 from kilburn.controller.registry_entries import EntrySigner
 
 log = logging.getLogger("kilburn.registry")
-Client = Any  # of redis-py: Redis and RedisCluster have no common type
 
 TURN_S = 2.0  # what one turn may take in all
-SOCKET_S = 1.0
 PAUSE_S = 0.1  # between turns that had something to send
 NAMES_S = 1.0  # between looks at the names
 MOST_PAUSE_S = 5.0  # between tries while it is down
@@ -39,65 +43,10 @@ BATCH = 512  # hints in one turn
 MOST_NAMES = 4096  # read in one turn
 MOST_FETCHED = 128  # digests asked about at once
 HINT_TTL_S = 600.0
+FLEET_TTL_S = 10.0
+MOST_CONTROLLERS = 1024  # read in one turn
+MOST_ASKING = 2  # fetches at once: the client has few connections, and a turn wants one
 DELETED_S = 3600.0  # how long the word that a name was deleted is kept: those cut off for longer may bring it back
-
-
-class UrlFault(ValueError):
-    """The URL will not do. Never repeats it: it may hold a password."""
-
-
-def connector(url: str) -> Callable[[], Client]:
-    """What makes a client of the URL; making one connects to nothing. Raises UrlFault.
-
-    redis://, rediss:// (TLS) and unix:// are as redis-py takes them, and so is what follows redis+cluster:// and
-    rediss+cluster://. A Sentinel: redis+sentinel://[user:password@]host:port,host:port/service[/db].
-    """
-    options: dict[str, Any] = {
-        "socket_timeout": SOCKET_S,
-        "socket_connect_timeout": SOCKET_S,
-        "max_connections": 4,
-    }
-    never = Retry(NoBackoff(), 0)
-    scheme, _, rest = url.partition("://")
-    match scheme:
-        case "redis" | "rediss" | "unix":
-
-            def connect() -> Client:
-                return Redis.from_url(url, retry=never, **options)
-
-        case "redis+cluster" | "rediss+cluster":
-            plain = f"{scheme.partition('+')[0]}://{rest}"
-
-            def connect() -> Client:
-                return RedisCluster.from_url(plain, **options)
-
-        case "redis+sentinel":
-            connect = _sentinel(url, options)
-        case _:
-            raise UrlFault("must begin with redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://")
-    try:
-        connect()
-    except Exception as error:  # redis-py raises whatever its parsing meets
-        raise UrlFault(f"is not a URL that redis-py takes ({type(error).__name__})") from None
-    return connect
-
-
-def _sentinel(url: str, options: dict[str, Any]) -> Callable[[], Client]:
-    parts = urlsplit(url)
-    names = parts.path.strip("/").split("/")
-    hosts = [host.rpartition(":") for host in parts.netloc.rpartition("@")[2].split(",")]
-    if not names[0] or len(names) > 2 or not all(host and port.isdigit() for host, _, port in hosts):
-        raise UrlFault("must be redis+sentinel://host:port,host:port/service[/db]")
-    service, db = names[0], int(names[1]) if names[1:] and names[1].isdigit() else 0
-    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
-    known: dict[str, Any] = {"username": unquote(user) or None, "password": unquote(password) or None, "db": db}
-
-    def connect() -> Client:
-        at = [(host, int(port)) for host, _, port in hosts]
-        sentinel = Sentinel(at, sentinel_kwargs=options, **options, **known)  # type: ignore[no-untyped-call]
-        return sentinel.master_for(service)
-
-    return connect
 
 
 class RedisRegistry:
@@ -105,12 +54,16 @@ class RedisRegistry:
 
     def __init__(self, connect: Callable[[], Client], signer: EntrySigner, namespace: str, controller: str) -> None:
         self._connect, self._signer = connect, signer
-        self._names_at, self._controller = f"kilburn:names:{namespace}", controller
+        self._names_at, self._fleet_at = f"kilburn:names:{namespace}", f"kilburn:fleet:{namespace}"
+        self._controller = controller
         self._client: Client = None
         self._here, self._there = InProcessRegistry(), InProcessRegistry(ttl_s=HINT_TTL_S)
         self._hints: deque[tuple[bytes, bytes, bool]] = deque()  # (digest, group, whether it has it)
         self._names: dict[NameKey, NamedEntry] = {}  # to be published
         self._heard: NamesHeard = lambda entries, is_whole: ()
+        self._about: Announcer | None = None
+        self._fleet_heard: FleetHeard | None = None
+        self._asking = asyncio.Semaphore(MOST_ASKING)
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._read_at = 0.0
@@ -142,6 +95,12 @@ class RedisRegistry:
 
     def listen(self, heard: NamesHeard) -> None:
         self._heard = heard
+
+    def announce(self, about: Announcer) -> None:
+        self._about = about
+
+    def watch(self, heard: FleetHeard) -> None:
+        self._fleet_heard = heard
 
     # --- the task
 
@@ -198,7 +157,16 @@ class RedisRegistry:
         await self._send_names()
         if time.monotonic() - self._read_at >= NAMES_S:
             await self._read_names()
+            await self._say_who_we_are()
+            await self._read_fleet()
             self._read_at = time.monotonic()
+            self._renew(asyncio.get_running_loop().time())
+
+    def _renew(self, now: float) -> None:
+        """Hints whose life is half over, for what is held still. The newest wait for a later turn."""
+        for digest, groups in self._here.ageing(now - HINT_TTL_S / 2, min(2 * BATCH, MOST_QUEUED - len(self._hints))):
+            for group in groups:
+                self.learn(group, [digest], [], now)
 
     async def _send_hints(self) -> None:
         batch = [self._hints.popleft() for _ in range(min(BATCH, len(self._hints)))]
@@ -249,19 +217,53 @@ class RedisRegistry:
         for entry in self._heard(found, is_whole):
             self._names.setdefault(entry.key, entry)
 
+    async def _say_who_we_are(self) -> None:
+        if self._about is None:
+            return
+        about, field = self._about(), self._controller.encode()
+        if about is None:
+            await self._client.hdel(self._fleet_at, field)
+            return
+        expires_ms = int((time.time() + FLEET_TTL_S) * 1000)
+        await self._client.hset(self._fleet_at, field, self._signer.write_controller(field, about, expires_ms))
+
+    async def _read_fleet(self) -> None:
+        if self._fleet_heard is None:
+            return
+        found: dict[str, Announcement] = {}
+        over: list[bytes] = []
+        num_read, now_ms = 0, time.time() * 1000
+        async for field, value in self._client.hscan_iter(self._fleet_at, count=64):
+            num_read += 1
+            if num_read > MOST_CONTROLLERS:
+                break
+            match self._signer.read_controller(field, value):
+                case None:
+                    self.counters.ignored += 1
+                case _, expires_ms if expires_ms <= now_ms:
+                    over.append(field)
+                case about, expires_ms if expires_ms <= now_ms + 2000 * FLEET_TTL_S:
+                    found[field.decode("utf-8", "replace")] = about
+        if over:
+            await self._client.hdel(self._fleet_at, *over)
+        self._fleet_heard(found)
+
     # --- for whoever places requests
 
-    async def fetch(self, digests: Iterable[bytes], now: float) -> None:
+    async def fetch(self, digests: Iterable[bytes], now: float, within_s: float = SOCKET_S) -> None:
         """Ask which groups of other controllers hold these; `holders` knows afterwards. Fails as if none did."""
         if self._client is None:
             return
         wanted = list(islice(digests, MOST_FETCHED))
         try:
-            async with asyncio.timeout(SOCKET_S):
-                async with self._client.pipeline(transaction=False) as pipeline:
-                    for digest in wanted:
-                        pipeline.hgetall(f"kilburn:hint:{digest.hex()}")
-                    answers = await pipeline.execute(raise_on_error=False)
+            async with (
+                asyncio.timeout(within_s),
+                self._asking,
+                self._client.pipeline(transaction=False) as pipeline,
+            ):
+                for digest in wanted:
+                    pipeline.hgetall(f"kilburn:hint:{digest.hex()}")
+                answers = await pipeline.execute(raise_on_error=False)
         except Exception:
             self.counters.failures += 1
             return
@@ -269,13 +271,17 @@ class RedisRegistry:
             self._note_holders(digest, answer, now)
 
     def _note_holders(self, digest: bytes, answer: object, now: float) -> None:
-        own, now_ms, is_held = f"{self._controller}/".encode(), time.time() * 1000, False
+        own, now_ms = f"{self._controller}/".encode(), time.time() * 1000
+        held: set[str] = set()
         for group, value in islice(answer.items(), MOST_FETCHED) if isinstance(answer, Mapping) else ():
             expires_ms = self._signer.read_hint(digest, group, value)
             if expires_ms is None:
                 self.counters.ignored += 1
             elif not group.startswith(own) and now_ms < expires_ms <= now_ms + 2000 * HINT_TTL_S:
-                self._there.learn(group.decode("utf-8", "replace"), [digest], [], now)
-                is_held = True
-        self.counters.hits += is_held
-        self.counters.misses += not is_held
+                held.add(group.decode("utf-8", "replace"))
+        for group_name in self._there.holders(digest, now) - held:  # it was withdrawn since
+            self._there.learn(group_name, [], [digest], now)
+        for group_name in held:
+            self._there.learn(group_name, [digest], [], now)
+        self.counters.hits += bool(held)
+        self.counters.misses += not held

@@ -3,6 +3,7 @@
     kilburn serve       ServeSettings  =  ControllerSettings + WorkerSettings
     kilburn controller  ControllerSettings
     kilburn worker      WorkerSettings
+    kilburn gateway     GatewaySettings
     kilburn provision   ProvisionSettings
     kilburn health      HealthSettings
     kilburn plan        PlanSettings
@@ -32,6 +33,7 @@ from kilburn.shared.settings import (
 
 __all__ = [
     "ControllerSettings",
+    "GatewaySettings",
     "HealthSettings",
     "PlanSettings",
     "ProvisionSettings",
@@ -54,6 +56,7 @@ REVISION = "of a hub id: branch, tag or commit; empty: main"
 DTYPES = Choice(
     ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 )
+MAX_BODY = "largest request body"
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
@@ -104,7 +107,10 @@ class ControllerSettings(Settings):
         "auto", Choice(("auto", "swap", "recompute")), "where blocks run out; auto: what is predicted to cost less"
     )
     redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
-    max_body: int = setting(8 << 20, Size(1024), "largest request body")
+    advertise: str = setting(
+        "", Text("URL"), "where gateways reach the REST API, where `host` does not say it, as http://10.0.0.7:8000"
+    )
+    max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )
@@ -134,6 +140,8 @@ class ControllerSettings(Settings):
         yield from super().faults()
         if self.silence_seconds < 2 * self.beat_seconds:
             yield "silence_seconds", f"must be at least twice beat_seconds; give {2 * self.beat_seconds:g}s or more"
+        if self.advertise and not self.advertise.startswith(("http://", "https://")):
+            yield "advertise", "must be an address of the REST API, as http://10.0.0.7:8000"
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,39 @@ class ServeSettings(WorkerSettings, ControllerSettings):
 
     bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
     connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")
+
+
+@dataclass(frozen=True)
+class GatewaySettings(Settings):
+    """A door before several controllers. Settings that a controller has too mean the same."""
+
+    model: str = setting("", Text("MODEL"), MODEL, required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
+    served_model_name: str = setting("", Text("NAME"), "what clients call the model; empty: the model's own name")
+    host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
+    port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
+    api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
+    controllers: str = setting("", Text("URL,URL"), "REST APIs of controllers, beside those that the registry knows")
+    redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
+    server_key_file: str = setting(
+        "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
+    )
+    max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
+    lost_seconds: float = setting(
+        5.0, Duration(0.05, 600.0), "a controller that answers nothing for so long is lost, and so are its streams"
+    )
+    drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
+    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
+    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if not self.controllers and not self.redis:
+            yield "controllers", "there is nobody to send requests to; give --controllers, or --redis"
+        if not all(url.strip().startswith(("http://", "https://")) for url in self.controllers.split(",") if url):
+            yield "controllers", "must be addresses of REST APIs, as http://10.0.0.7:8000,http://10.0.0.8:8000"
+        if self.redis and not self.server_key_file:
+            yield "server_key_file", "without the controllers' key nothing in Redis can be read; give theirs"
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,16 @@ from dataclasses import replace
 from aiohttp import web
 
 from kilburn.controller.api.asking import chat_ask
-from kilburn.controller.api.errors import ApiError, bad_request, failure, refusal
+from kilburn.controller.api.errors import ApiError, failure, refusal
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import Layout, to_json
-from kilburn.controller.api.messages import for_template
+from kilburn.controller.api.messages import chat_ids, chat_prompt
 from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
 from kilburn.controller.api.sse import EventStream
 from kilburn.controller.auth import Tenant
 from kilburn.controller.choice import Ask, Delta, Origin
 from kilburn.controller.streams import Answer
-from kilburn.controller.template import TemplateRefused
 from kilburn.controller.text import ChatOptions
 from kilburn.shared.types import FinishReason
 
@@ -43,27 +42,11 @@ class Answering:
 
     async def conversation(self, wanted: ChatRequest) -> list[int]:
         """The prompt of a chat. Raises ApiError."""
-        generation = wanted.add_generation_prompt
-        options = ChatOptions(
-            add_generation_prompt=not wanted.continue_final_message if generation is None else generation,
-            continue_final_message=wanted.continue_final_message,
-            trusted=wanted.allow_special_tokens,
-            extra=tuple((wanted.chat_template_kwargs or {}).items()),
-        )
-        return await self.chat_ids(wanted.messages, options)
+        return await chat_prompt(wanted, self._service.text)
 
     async def chat_ids(self, messages: Sequence[object], options: ChatOptions) -> list[int]:
         """The prompt of a conversation. Raises ApiError."""
-        text = self._service.text
-        if not text.has_template:
-            raise bad_request("messages", "this model has no chat template; use /v1/completions")
-        given = for_template(messages)
-        if options.continue_final_message and given[-1]["role"] != "assistant":
-            raise bad_request("messages", "continue_final_message wants an assistant message at the end")
-        try:
-            return await text.encode_chat(given, options)
-        except TemplateRefused as error:
-            raise bad_request("messages", str(error)) from None
+        return await chat_ids(messages, options, self._service.text)
 
     async def answer(
         self, request: web.Request, asks: Sequence[Ask], layout: Layout, is_stream: bool

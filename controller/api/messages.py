@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kilburn.controller.api.errors import bad_request
-from kilburn.controller.template import Message
+from kilburn.controller.api.schema import ChatRequest
+from kilburn.controller.template import Message, TemplateRefused
+from kilburn.controller.text import ChatOptions, Text
 
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -79,3 +81,28 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     kept = {"name": function["name"], "arguments": {} if arguments is None else arguments}
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identity, "type": "function", "function": kept}
+
+
+async def chat_ids(messages: Sequence[Any], options: ChatOptions, text: Text) -> list[int]:
+    """Ids of a conversation as clients write it. Raises ApiError."""
+    if not text.has_template:
+        raise bad_request("messages", "this model has no chat template; use /v1/completions")
+    given = for_template(messages)
+    if options.continue_final_message and given[-1]["role"] != "assistant":
+        raise bad_request("messages", "continue_final_message wants an assistant message at the end")
+    try:
+        return await text.encode_chat(given, options)
+    except TemplateRefused as error:
+        raise bad_request("messages", str(error)) from None
+
+
+async def chat_prompt(wanted: ChatRequest, text: Text) -> list[int]:
+    """Ids of what a chat request asks. Raises ApiError."""
+    generation = wanted.add_generation_prompt
+    options = ChatOptions(
+        add_generation_prompt=not wanted.continue_final_message if generation is None else generation,
+        continue_final_message=wanted.continue_final_message,
+        trusted=wanted.allow_special_tokens,
+        extra=tuple((wanted.chat_template_kwargs or {}).items()),
+    )
+    return await chat_ids(wanted.messages, options, text)

@@ -34,6 +34,16 @@ class Hasher(Protocol):
     def digest(self, parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes: ...
 
 
+def extend_chain(
+    chain: list[bytes], hasher: Hasher, block_size: int, tokens: Sequence[int], num_blocks: int, salt: Salt
+) -> None:
+    """Make `chain` hold the digests of the first `num_blocks` full blocks of `tokens`."""
+    for i in range(len(chain), num_blocks):
+        parent = chain[i - 1] if i else ROOT
+        value = salt.value if i == salt.after // block_size else b""
+        chain.append(hasher.digest(parent, tokens[i * block_size : (i + 1) * block_size], value))
+
+
 class PrefixIndex:
     """What of a prompt is already in the pool. Digests of a sequence are kept by the sequence, as `chain`."""
 
@@ -42,14 +52,7 @@ class PrefixIndex:
 
     def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int, salt: Salt) -> None:
         """Make `chain` hold the digests of the first `num_blocks` full blocks of `tokens`."""
-        size = self._block_size
-        for i in range(len(chain), num_blocks):
-            parent = chain[i - 1] if i else ROOT
-            chain.append(
-                self._hasher.digest(
-                    parent, tokens[i * size : (i + 1) * size], salt.value if i == salt.after // size else b""
-                )
-            )
+        extend_chain(chain, self._hasher, self._block_size, tokens, num_blocks, salt)
 
     def find(self, chain: list[bytes], i: int, tokens: Sequence[int]) -> int | None:
         """The block that holds full block number i of `tokens`, whose digest is in `chain`."""

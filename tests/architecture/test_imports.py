@@ -24,7 +24,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "controller.core": (),
     "controller.app": ("aiohttp", "opentelemetry"),  # which is named there for its type, and imported by nobody unasked
     "controller.tracing": ("opentelemetry",),
-    "controller": ("aiohttp", "jinja2", "msgpack", "prometheus_client", "redis", "rich", "tokenizers", "zmq"),
+    "controller": ("aiohttp", "jinja2", "msgpack", "prometheus_client", "redis", "rich", "tokenizers", "yarl", "zmq"),
 }
 
 # The core, from the top down. A module imports only from layers below its own.

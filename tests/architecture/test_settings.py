@@ -6,6 +6,7 @@ import pytest
 
 from kilburn.shared.config import (
     ControllerSettings,
+    GatewaySettings,
     PlanSettings,
     ServeSettings,
     Settings,
@@ -154,7 +155,9 @@ def test_a_worker_started_with_flags_has_the_settings_that_serve_has() -> None:
     assert worker.host_pool == Share(0.125)
 
 
-@pytest.mark.parametrize("cls", [ControllerSettings, WorkerSettings, ServeSettings, PlanSettings, TopSettings])
+@pytest.mark.parametrize(
+    "cls", [ControllerSettings, WorkerSettings, ServeSettings, GatewaySettings, PlanSettings, TopSettings]
+)
 def test_help_names_every_setting_once_and_fits_a_terminal(cls: type[Settings]) -> None:
     lines = help_text(cls, "kilburn x", "About.").splitlines()
     assert all(len(line) <= 100 for line in lines)

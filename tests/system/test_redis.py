@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from kilburn.controller import registry_redis
 from kilburn.controller.app import running_controller
-from kilburn.controller.registry import NamedEntry
+from kilburn.controller.redis_urls import UrlFault, connector
+from kilburn.controller.registry import Announcement, NamedEntry
 from kilburn.controller.registry_entries import EntrySigner
-from kilburn.controller.registry_redis import RedisRegistry, UrlFault, connector
+from kilburn.controller.registry_redis import RedisRegistry
 from kilburn.controller.salts import Salts
 from kilburn.shared.config import ControllerSettings
 from kilburn.shared.keys import SettingError
@@ -259,7 +261,82 @@ def test_hints_are_found_until_they_are_withdrawn_expired_or_not_ours(tmp_path: 
             while client.exists(f"kilburn:hint:{digests[0].hex()}"):
                 await asyncio.sleep(0.02)
         assert b.counters.ignored == 2
+        await b.fetch(digests[:1], now=3.0)
+        assert b.holders(digests[0], 3.0) == set()  # nor does the asker remember what was withdrawn
         for registry in (a, b):
+            await registry.close()
+
+    with RedisServer(tmp_path) as server:
+        run(test)
+
+
+def test_hints_live_for_as_long_as_the_block_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewed at half their life, also after a flush; those of a process that was killed are gone at its end."""
+    monkeypatch.setattr(registry_redis, "HINT_TTL_S", 2.0)
+
+    async def test() -> None:
+        signer = EntrySigner(Salts(KEY).service_key(), b"model")
+        registry = RedisRegistry(connector(server.url), signer, "n", "a")
+        registry.start()
+        digests = [bytes([i]) * 32 for i in range(200)]
+        registry.learn("gpu", digests, [], now=asyncio.get_running_loop().time())
+        client, at = server.client(), f"kilburn:hint:{digests[7].hex()}"
+        async with asyncio.timeout(20):
+            while not client.exists(at):
+                await asyncio.sleep(0.02)
+            client.flushall()
+            while len(client.keys("kilburn:hint:*")) < len(digests):  # each once more
+                await asyncio.sleep(0.05)
+            registry.learn("gpu", [], digests[:1], now=0.0)
+            while client.exists(f"kilburn:hint:{digests[0].hex()}"):
+                await asyncio.sleep(0.02)
+            sent = registry.counters.sent
+            while registry.counters.sent < sent + 2 * len(digests) - 2:  # two lives more
+                await asyncio.sleep(0.05)
+            while not client.exists(at):
+                await asyncio.sleep(0.05)
+            assert not client.exists(f"kilburn:hint:{digests[0].hex()}")
+            await registry.close()
+            while client.keys("kilburn:hint:*"):
+                await asyncio.sleep(0.05)
+
+    with RedisServer(tmp_path) as server:
+        run(test)
+
+
+def test_controllers_are_known_while_they_say_so_and_no_stranger_is(tmp_path: Path) -> None:
+    async def test() -> None:
+        signer = EntrySigner(Salts(KEY).service_key(), b"model")
+        a, gateway = (RedisRegistry(connector(server.url), signer, "n", name) for name in "ag")
+        about = Announcement("http://10.0.0.7:8000", 3, b"m" * 32, (16, 32))
+        said: list[Announcement | None] = [about]
+        heard: list[dict[str, Announcement]] = []
+        a.announce(lambda: said[0])
+        gateway.watch(lambda fleet: heard.append(dict(fleet)))
+        client, at, now_ms = server.client(), "kilburn:fleet:n", int(time.time() * 1000)
+        stranger = EntrySigner(Salts(b"another key of theirs").service_key(), b"model")
+        forged = replace(about, address="http://thief")
+        lies: dict[bytes, bytes] = {
+            b"forged": stranger.write_controller(b"forged", forged, now_ms + 5000),
+            b"moved": signer.write_controller(b"elsewhere", forged, now_ms + 5000),
+            b"for ever": signer.write_controller(b"for ever", forged, now_ms + 10**12),
+            b"old": signer.write_controller(b"old", forged, now_ms - 1),
+            b"no address": signer.write_controller(b"no address", replace(forged, address="file:///"), now_ms + 5000),
+            b"odd": b"\xff",
+        }
+        client.hset(at, mapping=lies)  # type: ignore[arg-type]
+        a.start()
+        gateway.start()
+        async with asyncio.timeout(15):
+            while {"a": about} not in heard:
+                await asyncio.sleep(0.02)
+            assert all(set(fleet) <= {"a"} for fleet in heard)
+            assert gateway.counters.ignored >= 4
+            assert not client.hexists(at, b"old")  # swept
+            said[0] = None  # it drains
+            while client.hexists(at, b"a") or heard[-1]:
+                await asyncio.sleep(0.02)
+        for registry in (a, gateway):
             await registry.close()
 
     with RedisServer(tmp_path) as server:

@@ -1,0 +1,1 @@
+"""One address before several controllers."""

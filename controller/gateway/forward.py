@@ -1,0 +1,173 @@
+"""One request through the gateway: to a controller, to another if that fails in time, and back.
+
+    body --order--> member --+-- answered                               passed on as it comes
+                             +-- refused for now (429, 503), or gone    the next member, while no token was passed on
+                             +-- gone after a token was passed on       an error event, and the stream is over
+
+A whole answer has passed on nothing before it is complete, so it may always be tried again; a stream holds its opening
+events back until the first token. Each member is asked once, and at most MOST_TRIES of them: a request on which
+controllers die must not meet them all. An answer that says that the request itself failed is passed on.
+
+What this file does not know: how members are found and ordered, what a body means.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from kilburn.controller.api.errors import ApiError
+from kilburn.controller.gateway.events import ELSEWHERE, EventCutter, TooLong, broken_off, is_for_another, is_opening
+from kilburn.controller.gateway.fleet import Fleet, Lost, Member
+
+MOST_TRIES = 3
+# What passes through, of a request and of an answer; both ends make the rest of their own.
+ASKED = (
+    *("Authorization", "Content-Type", "Accept", "User-Agent", "X-Request-Id", "traceparent", "tracestate"),
+    *("x-api-key", "anthropic-version", "anthropic-beta", "OpenAI-Beta"),
+)
+TOLD = (
+    *("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id", "X-Kilburn-Requests", "X-Accel-Buffering"),
+    *("WWW-Authenticate", "Allow"),
+)
+
+
+@dataclass(slots=True)
+class ForwardCounters:
+    """For metrics. They only grow."""
+
+    answered: int = 0  # requests that got a controller's answer, whatever it said
+    retried: int = 0  # tries after the first
+    unanswered: int = 0  # requests that no controller took
+    broken: int = 0  # streams that ended with an error event, as their controller was lost
+    hit_tokens: int = 0  # of prompts, by the hints of the controller that was asked first
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """This controller does not answer the request; another may. `answer`: what it said, if anything."""
+
+    answer: web.Response | None
+
+
+class ReaderLeft(ConnectionError):
+    """The client went away while it was written to."""
+
+
+class _Passing:
+    """A stream on its way to the client; nothing of it is there before the first event that says something."""
+
+    def __init__(self, request: web.Request, upstream: aiohttp.ClientResponse) -> None:
+        self._request = request
+        self._response = web.StreamResponse(status=upstream.status, headers=_told(upstream))
+        self.held = b""
+        self._last = b""
+
+    @property
+    def has_begun(self) -> bool:
+        return self._response.prepared
+
+    async def pass_on(self, events: Sequence[bytes]) -> None:
+        self.held += b"".join(events)
+        self._last = events[-1] if events else self._last
+        if self.has_begun or not all(map(is_opening, events)):
+            await self._flush()
+
+    async def end(self) -> web.StreamResponse:
+        await self._flush()
+        await self._response.write_eof()
+        return self._response
+
+    async def break_off(self) -> web.StreamResponse:
+        self.held += broken_off(self._request, self._last)
+        return await self.end()
+
+    async def _flush(self) -> None:
+        held, self.held = self.held, b""
+        try:
+            if not self.has_begun:
+                await self._response.prepare(self._request)
+            if held:
+                await self._response.write(held)
+        except ConnectionError as error:
+            raise ReaderLeft from error
+
+
+class Forwarder:
+    """See the file's head."""
+
+    def __init__(self, session: aiohttp.ClientSession, fleet: Fleet) -> None:
+        self._session, self._fleet = session, fleet
+        self.counters = ForwardCounters()
+
+    async def answer(self, request: web.Request, body: bytes, members: Sequence[Member]) -> web.StreamResponse:
+        """The answer of the first member that gives one. Raises ApiError where none does."""
+        refused: web.Response | None = None
+        for number, member in enumerate(members[:MOST_TRIES]):
+            self.counters.retried += number > 0
+            match await self._try(request, body, member):
+                case NotHere(answer):
+                    refused = answer or refused
+                case response:
+                    self.counters.answered += 1
+                    return response
+        if refused is not None:
+            self.counters.answered += 1
+            return refused
+        self.counters.unanswered += 1
+        raise ApiError(503, "no controller answers; try again later", code="no_controller")
+
+    async def _try(self, request: web.Request, body: bytes, member: Member) -> web.StreamResponse | NotHere:
+        passing: _Passing | None = None
+        try:
+            async with self._fleet.working(member), self._ask(request, body, member) as upstream:
+                if upstream.content_type == "text/event-stream":
+                    passing = _Passing(request, upstream)
+                    return await _stream(upstream, passing)
+                whole = web.Response(body=await upstream.read(), status=upstream.status, headers=_told(upstream))
+        except ReaderLeft:
+            raise
+        except (aiohttp.ClientError, OSError, Lost, TooLong):
+            if passing is None or not passing.has_begun:
+                return NotHere(None)
+            self.counters.broken += 1
+            return await passing.break_off()
+        return NotHere(whole) if _is_elsewhere(whole) else whole
+
+    def _ask(self, request: web.Request, body: bytes, member: Member) -> "aiohttp.client._RequestContextManager":
+        url = URL(member.address + request.rel_url.raw_path_qs, encoded=True)
+        headers = {name: request.headers[name] for name in ASKED if name in request.headers}
+        return self._session.request(request.method, url, data=body or None, headers=headers, allow_redirects=False)
+
+
+async def _stream(upstream: aiohttp.ClientResponse, passing: _Passing) -> web.StreamResponse | NotHere:
+    cutter = EventCutter()
+    async for data in upstream.content.iter_any():
+        events = list(cutter.feed(data))
+        if not passing.has_begun:
+            said = next((event for event in events if not is_opening(event)), b"")
+            if is_for_another(said):
+                whole = passing.held + b"".join(events) + await upstream.read()
+                return NotHere(web.Response(body=whole, status=upstream.status, headers=_told(upstream)))
+        await passing.pass_on(events)
+    if not cutter.is_between:
+        raise aiohttp.ClientPayloadError("the stream ended within an event")
+    return await passing.end()
+
+
+def _told(upstream: aiohttp.ClientResponse) -> Mapping[str, str]:
+    return {name: upstream.headers[name] for name in TOLD if name in upstream.headers}
+
+
+def _is_elsewhere(answer: web.Response) -> bool:
+    """Whether a whole answer is a refusal that another controller need not share."""
+    if answer.status not in (429, 503) or not isinstance(answer.body, bytes):
+        return False
+    try:
+        return json.loads(answer.body)["error"]["code"] in ELSEWHERE
+    except (ValueError, KeyError, TypeError):
+        return True  # Anthropic's has no code; and what stands before a controller says what it likes

@@ -1,0 +1,75 @@
+"""What every process with a door of HTTP does alike: read its keys, listen, and stop when told to.
+
+Beyond loopback API keys are needed; without them only this machine is answered (api/guard.py).
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+
+from kilburn.controller.api.malformed import connection_log, hide_software
+from kilburn.controller.auth import KeyFault, Keyring, read_keys
+from kilburn.shared.keys import SettingError
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+EVERYWHERE = ("0.0.0.0", "::", "")
+MOST_HEADER_BYTES = 8190
+
+
+def keyring_for(host: str, api_key_file: str) -> Keyring:
+    """The keys that open a door at `host`. Raises SettingError, also where there are none and must be some."""
+    try:
+        keyring = read_keys(api_key_file, os.environ.get("KILBURN_API_KEYS", ""))
+    except KeyFault as fault:
+        raise SettingError(str(fault)) from fault
+    if keyring.is_empty and host not in LOOPBACK:
+        raise SettingError(
+            f"--host {host}: beyond loopback API keys are needed; set --api-key-file or KILBURN_API_KEYS, "
+            "or give --host 127.0.0.1"
+        )
+    return keyring
+
+
+def runner_of(app: web.Application) -> web.AppRunner:
+    hide_software()
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,  # a client that leaves frees what its request holds
+        access_log=None,
+        logger=connection_log(),
+        max_line_size=MOST_HEADER_BYTES,
+        max_field_size=MOST_HEADER_BYTES,
+        shutdown_timeout=1.0,
+    )
+
+
+async def listen(runner: web.AppRunner, host: str, port: int) -> str:
+    """The address that is listened at. Raises SettingError."""
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise SettingError(
+            f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); give another --port, or 0 for any"
+        ) from error
+    return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+
+
+@contextmanager
+def stop_signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    """(asked, hurry): set by a first SIGTERM or SIGINT, and by a second."""
+    loop, asked, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if asked.is_set() else asked).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield asked, hurry
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
