@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kilburn.shared.model_files import ModelRefused
+from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.models.weights import file_hash, load
 from tests.worker.paged_harness import CPU, load_cpu
 from tests.worker.tiny_models import OWN_CONFIGS, make_tiny
@@ -175,3 +176,19 @@ def test_loading_tells_how_far_it_is(tmp_path: Path) -> None:
     loading = [(done, total) for what, done, total in told if what == "loading weights"]
     assert loading == [(i + 1, 21) for i in range(21)]
     assert any(what == "hashing weights" and done == total for what, done, total in told)
+
+
+def resident_mb(of: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{of}:")[2].split()[0]) / 1e3
+
+
+def test_what_was_taken_is_not_resident_once_it_is_forgotten_and_can_be_read_again(tmp_path: Path) -> None:
+    save_file({"big": torch.arange(16_000_000, dtype=torch.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint(tmp_path) as weights:
+        tensor = weights.take("big", 16_000_000)
+        total = tensor.sum()
+        before_mb = resident_mb("RssFile")
+        weights.forget()
+        assert before_mb - resident_mb("RssFile") > 60
+        assert tensor.sum() == total

@@ -1,12 +1,15 @@
 """The tensors of a folder, each to be taken exactly once.
 
 safetensors only, one file or many with an index, memory-mapped: a tensor that is taken is a view of its file, and lives
-on it until its last user lets go. Whoever builds a model takes each tensor that it needs by name and shape; `finish`
-then refuses the checkpoint if anything is left that nobody took and that is not on the architecture's list of
-leftovers. So a checkpoint of another model, or with one tensor more or less, never loads by accident.
+on it until its last user lets go. A layer that has its own copies says `forget`, so that packed weights and the mapped
+file are never both in memory beyond one layer. Whoever builds a model takes each tensor that it needs by name and
+shape; `finish` then refuses the checkpoint if anything is left that nobody took and that is not on the architecture's
+list of leftovers. So a checkpoint of another model, or with one tensor more or less, never loads by accident.
 """
 
+import ctypes
 import json
+import mmap
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -87,6 +90,7 @@ class Checkpoint:
                 self.tensors[name] = TensorInfo(path.name, info.get_dtype(), tuple(info.get_shape()))
             self._open[path.name] = handle
         self._left = set(self.tensors)
+        self._taken = list[Tensor]()  # since `forget`
         self._check_index()
 
     def _check_index(self) -> None:
@@ -101,6 +105,7 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._taken.clear()
         self._open.clear()
 
     def __contains__(self, name: str) -> bool:
@@ -110,7 +115,18 @@ class Checkpoint:
         """The tensor, a view of its file. Raises ModelRefused if it is absent, taken already or of another shape."""
         info = self._claim(name, shape)
         tensor: Tensor = self._open[info.file].get_tensor(name)
+        self._taken.append(tensor)
         return tensor
+
+    def forget(self) -> None:
+        """Lets go of the pages of all that was taken. Nothing is lost: whoever reads it again reads the file again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for tensor in self._taken:
+                start = tensor.data_ptr() & -mmap.PAGESIZE
+                length = tensor.data_ptr() + tensor.nbytes - start
+                # Its answer is of no use: where the advice is not taken, memory stays as it was.
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+        self._taken.clear()
 
     def apart(self, name: str) -> Tensor:
         """A tensor that was taken, once more, over a mapping of its own: of this one, only what is read through this

@@ -64,6 +64,7 @@ class Layer:
         self.gate_up: Linear = merged([w for w, _ in gate_up], [b for _, b in gate_up], device, dtype)
         self.down: Linear = linear(*biased("mlp.down_proj", hidden, inner, family.mlp_bias), device, dtype)
         self.window = family.windows[index]
+        weights.forget()
 
 
 class LlamaModel:

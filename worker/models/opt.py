@@ -78,6 +78,7 @@ class Layer:
         self.fc1 = take.linear(f"{at}fc1", config.intermediate, hidden)
         self.fc2 = take.linear(f"{at}fc2", hidden, config.intermediate)
         self.mlp_norm = take.norm(f"{at}final_layer_norm", hidden)
+        take.weights.forget()
 
 
 class OptModel:
