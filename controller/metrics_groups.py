@@ -44,6 +44,7 @@ def _waiting(group: GroupSnapshot) -> Values:
         (("budget",), group.waiting_for_budget),
         (("preempted",), group.waiting_for_preempted),
         (("prefix",), group.waiting_for_prefix),
+        (("grammar",), group.waiting_for_grammar),
     ]
 
 

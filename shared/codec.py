@@ -106,8 +106,9 @@ SAMPLING = f.record(
         "choose": f.Field(_dump_choose, _load_choose),
         "prompt_logprobs": f.integer(-1, f.INT32_MAX),
         "logprobs_are_processed": f.FLAG,
+        "grammar": f.OPTIONAL_DIGEST,
     },
-    num_appended=2,
+    num_appended=3,
 )
 
 LAYOUT = f.record(
@@ -250,6 +251,8 @@ _FROM_WORKER = (
     _kind(4, m.StepDone, lease=LEASE, step=STEP, digest=f.DIGEST),
     _kind(5, m.StepFailed, lease=LEASE, step=STEP, reason=f.TEXT),
     _kind(6, m.Goodbye, reason=f.TEXT),
+    _kind(7, m.Prepared, lease=LEASE, number=f.COUNTER),
+    _kind(8, m.Unpreparable, lease=LEASE, number=f.COUNTER, reason=f.TEXT),
 )
 _FROM_CONTROLLER = (
     _kind(32, m.Welcome, lease=LEASE, beat_s=f.REAL, silence_s=f.REAL, depth=f.POSITIVE, rendezvous=f.TEXT),
@@ -259,6 +262,8 @@ _FROM_CONTROLLER = (
     BEAT,
     _kind(35, m.Drain, lease=LEASE),
     _kind(36, m.Gone, lease=LEASE, reason=f.TEXT),
+    _kind(37, m.Prepare, lease=LEASE, number=f.COUNTER, digest=f.DIGEST, source=f.SOURCE),
+    _kind(38, m.Forget, lease=LEASE, digest=f.DIGEST),
 )
 # fmt: on
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from kilburn.shared.digest import DIGEST_BYTES
+from kilburn.shared.grammar import MOST_SOURCE_BYTES
 from kilburn.shared.types import LawBroken, ProtocolError
 
 MAX_FRAME_BYTES = 16 << 20
@@ -116,6 +117,20 @@ def _load_digest(stream: Reader) -> bytes:
     return value
 
 
+def _load_optional_digest(stream: Reader) -> bytes:
+    value = stream.unpack()
+    if type(value) is not bytes or len(value) not in (0, DIGEST_BYTES):
+        raise ProtocolError("expected a digest, or nothing")
+    return value
+
+
+def _load_source(stream: Reader) -> bytes:
+    value = stream.unpack()
+    if type(value) is not bytes or len(value) > MOST_SOURCE_BYTES:
+        raise ProtocolError("expected the source of a grammar")
+    return value
+
+
 def _pack(code: str, values: Sequence[int] | Sequence[float]) -> bytes:
     return pack(f"<{len(values)}{code}", *values)  # twice as fast as by way of an array
 
@@ -188,6 +203,8 @@ REAL = Field(float, _load_real)
 FLAG = Field(bool, _load_flag)
 TEXT = Field(clipped, _load_text)
 DIGEST = Field(_same, _load_digest)
+OPTIONAL_DIGEST = Field(_same, _load_optional_digest)
+SOURCE = Field(_same, _load_source)
 COLUMN = Field(_dump_naturals, _load_naturals)
 TUPLE_COLUMN = Field(_dump_naturals, lambda stream: tuple(_load_naturals(stream)))
 REALS = Field(lambda values: _pack("f", values), _load_reals)

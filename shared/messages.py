@@ -1,7 +1,7 @@
 """Every message between the controller and a worker, on one page.
 
-worker -> controller   Hello StepResult StepDone StepFailed Beat Goodbye
-controller -> worker   Welcome Reject StepPlan Beat Drain Gone
+worker -> controller   Hello StepResult StepDone StepFailed Prepared Unpreparable Beat Goodbye
+controller -> worker   Welcome Reject StepPlan Prepare Forget Beat Drain Gone
 
     worker                    controller
       | Hello ----------------->|   after loading, compiling and warming up
@@ -154,6 +154,23 @@ class StepFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """The grammar of the Prepare with this number is compiled: rows may be admitted with it until its Forget."""
+
+    lease: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unpreparable:
+    """The grammar of the Prepare with this number cannot be had here."""
+
+    lease: int
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Goodbye:
     """The worker leaves of its own will."""
 
@@ -212,6 +229,24 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """Compile a grammar, beside the steps and not in one, and keep it until its Forget. The same may come again."""
+
+    lease: int
+    number: int  # of this asking, from 1 in each lease: what the answer is to
+    digest: bytes
+    source: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """No row will be admitted with this grammar before another Prepare."""
+
+    lease: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """No new work will come; leave when nothing is under way."""
 
@@ -226,6 +261,6 @@ class Gone:
     reason: str
 
 
-FromWorker = Hello | StepResult | StepDone | StepFailed | Beat | Goodbye
-FromController = Welcome | Reject | StepPlan | Beat | Drain | Gone
+FromWorker = Hello | StepResult | StepDone | StepFailed | Prepared | Unpreparable | Beat | Goodbye
+FromController = Welcome | Reject | StepPlan | Prepare | Forget | Beat | Drain | Gone
 Message = FromWorker | FromController

@@ -48,6 +48,7 @@ class Sampling:
     choose: Draws | Candidates = field(default=Draws())
     prompt_logprobs: int = -1  # the same for each token of the prompt but the first; -1: none
     logprobs_are_processed: bool = False  # of the distribution that is drawn from; else of the model's own
+    grammar: bytes = b""  # the digest of the one that the answer must follow; empty: none
 
     @property
     def is_greedy(self) -> bool:
@@ -56,4 +57,8 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether a choice depends on which tokens came before, beyond what the KV cache says."""
+        return self.is_penalised or bool(self.grammar)
+
+    @property
+    def is_penalised(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

@@ -29,6 +29,7 @@ class Wait(Enum):
     ROWS = "free rows"
     BLOCKS = "free blocks"
     PREFIX = "a prefix that is being computed"
+    GRAMMAR = "its grammar"
     STEP = "the next step"
 
 
@@ -108,9 +109,15 @@ def request_rows(homes: Iterable[Home], homeless: Sequence[Group]) -> list[Reque
         first = line.waiting.head()
         if first is not None:
             rows.append(_row(first, name, _wait_of_first(home, first)))
-            others = [group for group in line.waiting if group is not first]
-            rows += [_row(group, name, Wait.LINE if group.awaits is None else Wait.PREFIX) for group in others]
+        others = [group for group in line.waiting if group is not first]
+        rows += [_row(group, name, _wait_of(group)) for group in others]
     return rows
+
+
+def _wait_of(group: Group) -> Wait:
+    if group.is_preparing:
+        return Wait.GRAMMAR
+    return Wait.LINE if group.awaits is None else Wait.PREFIX
 
 
 def _wait_of_first(home: Home, first: Group) -> Wait:

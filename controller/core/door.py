@@ -6,8 +6,11 @@ the number that would fit.
 
 from collections.abc import Sequence
 
+from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.events import Refusal, Refused, Submit
+from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.scheduler import Scheduler
+from kilburn.controller.core.sequence import Group, Place
 
 
 def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler], num_shared: int = 0) -> int | None:
@@ -45,3 +48,9 @@ def objection(submit: Submit, schedulers: Sequence[Scheduler]) -> Refused | None
     else:
         message = f"the prompt has {num_prompt} tokens and max_tokens is {submit.max_tokens}: at most {room} fit"
     return Refused(submit.request_id, Refusal.TOO_LONG, message)
+
+
+def group_of(submit: Submit, place: Place, salt: Salt) -> Group:
+    """What a request becomes once it is accepted."""
+    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, salt)
+    return Group(*parts, submit.grammar) if submit.beams is None else BeamGroup(*parts, submit.beams)

@@ -64,10 +64,12 @@ from kilburn.shared.messages import (
     Gone,
     Goodbye,
     Hello,
+    Prepared,
     Reject,
     StepDone,
     StepFailed,
     StepResult,
+    Unpreparable,
     Welcome,
 )
 from kilburn.shared.types import FinishReason, LawBroken
@@ -80,6 +82,7 @@ class EngineSettings:
     beat_s: float = 0.5
     silence_s: float = 5.0
     step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
+    prepare_s: float = 20.0  # before a worker is asked for a grammar again
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included
     max_waiting_tokens: int = 0  # of their prompts; 0: any. One alone may have more
@@ -149,7 +152,7 @@ class Engine:
         if self._clocks.next_at is not None:
             times.append(self._clocks.next_at)
         for home in self._homes.values():
-            times.append(home.lease.deadline)
+            times += [home.lease.deadline, home.scheduler.line.grammars.deadline]
             if home.scheduler.flights:
                 times.append(self._step_deadline(home))
         return min(times, default=None)
@@ -205,7 +208,7 @@ class Engine:
             return
         self._num_arrivals += 1
         place = Place(submit.priority, self._num_arrivals)
-        group = _group(submit, place, self._pinning.salt_of(submit.salt, submit.prompt))
+        group = door.group_of(submit, place, self._pinning.salt_of(submit.salt, submit.prompt))
         group.turn = turn_of(place, now, self.settings.aging_s)
         group.tenant, group.weight = submit.tenant, submit.weight
         if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
@@ -302,6 +305,7 @@ class Engine:
             if not isinstance(group, PinGroup):
                 del self._groups[group.request_id]
                 del self._placed[group.request_id]
+                home.scheduler.line.grammars.leave(group)
         home.scheduler.line.ended.clear()
 
     # --- workers
@@ -328,6 +332,9 @@ class Engine:
                 self._end_lease(peer, "a step was confirmed by a rank that this group does not have", now, effects)
             case Beat():
                 home.lease.num_beats_heard += 1
+            case Prepared() | Unpreparable():
+                home.scheduler.line.grammar_answered(message, effects)
+                self._forget_ended(home)
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
         self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False)  # it knows
@@ -347,7 +354,7 @@ class Engine:
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
-        scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness)
+        scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness, settings.prepare_s)
         self._homes[peer] = Home(lease, scheduler)
         lease.move(LeaseState.READY)
         effects.extend(self._pinning.restore(self._homes[peer], self._homeless.groups))
@@ -413,6 +420,9 @@ class Engine:
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
                 effects.append(Send(peer, Beat(home.lease.id, home.scheduler.counters.steps)))
+            if home.scheduler.line.waiting.preparing:
+                home.scheduler.line.give_up_grammars(now, effects)
+                self._forget_ended(home)
         for request_id, limit in self._clocks.due(now):
             self._time_is_up(request_id, limit, now, effects)
         self._clocks.clear_away(self._groups.__contains__, len(self._groups))
@@ -442,6 +452,7 @@ class Engine:
         scheduler = home.scheduler
         if home.lease.state is LeaseState.DRAINING:
             return  # a named prefix is not waited for, and not begun
+        effects.extend(Send(home.lease.peer, word) for word in scheduler.line.grammars.speak(now))
         while len(scheduler.flights) < self.settings.depth:
             plan = scheduler.plan(now, effects)
             if plan is None:
@@ -533,8 +544,3 @@ class Engine:
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects)
         return self.handle((), now)
-
-
-def _group(submit: Submit, place: Place, salt: Salt) -> Group:
-    parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, salt)
-    return Group(*parts) if submit.beams is None else BeamGroup(*parts, submit.beams)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kilburn.shared.grammar import Grammar
 from kilburn.shared.messages import FromController, FromWorker
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
@@ -53,6 +54,7 @@ class Submit:
     request_s: float | None = None  # take in all: within what the settings allow
     tenant: bytes = b""  # whose it is, and
     weight: float = 1.0  # the share of that tenant, where there are shares
+    grammar: Grammar | None = None  # that its answers must follow; sampling.grammar is its digest
 
     @property
     def width(self) -> int:
@@ -137,6 +139,7 @@ class Refusal(Enum):
     NO_WORKER = "no worker"
     QUEUE_TIMEOUT = "queue timeout"  # it waited too long to begin
     REQUEST_TIMEOUT = "request timeout"  # its time ran out before it began
+    GRAMMAR = "grammar"  # no worker can follow the grammar that is asked for
     PINS_FULL = "pins full"  # a named prefix beyond what may be pinned, or that would strand an accepted request
     SHUTTING_DOWN = "shutting down"
 
@@ -244,6 +247,7 @@ class Turn(Enum):
     """What may happen to a request between its Submit and its end, beside tokens."""
 
     PLACED = "placed"  # in the line of a worker group
+    PREPARED = "prepared"  # the grammar that it waited for is there
     DISPLACED = "displaced"  # its worker group is lost; it waits for another
     PREEMPTED = "preempted"
     SWAPPED_OUT = "swapped out"  # its blocks are on the host

@@ -33,6 +33,7 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
     if [g.place for g in line.running] != sorted(g.place for g in line.running):
         raise LawBroken("groups out of order")
     line.waiting.validate()
+    line.grammars.validate([*line.running, *line.waiting])
     if any(not group.live for group in (*line.running, *line.waiting)):
         raise LawBroken("a group with nothing left to do")
     positions = dict.fromkeys(sequences, 0)

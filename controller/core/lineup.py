@@ -14,21 +14,35 @@ from collections import Counter
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.departure import Departure, Way, Why
-from kilburn.controller.core.events import Effect, Finished, Note, NoteKind, NotPinned, Turn, Turned
+from kilburn.controller.core.events import (
+    Effect,
+    Finished,
+    Note,
+    NoteKind,
+    NotPinned,
+    Refusal,
+    Refused,
+    Turn,
+    Turned,
+)
 from kilburn.controller.core.fairness import Fairness
+from kilburn.controller.core.grammars import Grammars
 from kilburn.controller.core.memory import Memory, Moves
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.controller.core.turns import Turns
 from kilburn.shared.layout import blocks_for
+from kilburn.shared.messages import Prepared, Unpreparable
 from kilburn.shared.types import FinishReason
 
 
 class Lineup:
     """See the file's head. `ended` collects groups with nothing left to do, for the engine to forget."""
 
-    def __init__(self, memory: Memory, max_rows: int, name: str, fairness: Fairness | None = None) -> None:
-        self.memory, self.max_rows, self.name = memory, max_rows, name
+    def __init__(
+        self, memory: Memory, max_rows: int, name: str, grammars: Grammars, fairness: Fairness | None = None
+    ) -> None:
+        self.memory, self.max_rows, self.name, self.grammars = memory, max_rows, name, grammars
         self.running: list[Group] = []
         self.waiting = Turns(fairness)
         self.pinned: list[PinGroup] = []  # held, not running
@@ -70,7 +84,36 @@ class Lineup:
         return self.waiting.num_requests
 
     def enqueue(self, group: Group) -> None:
+        group.is_preparing = not self.grammars.join(group)
         self.waiting.add(group)
+
+    def grammar_answered(self, answer: Prepared | Unpreparable, effects: list[Effect]) -> None:
+        """A grammar is ready, and whoever waits for it stands in line; or nobody gets it."""
+        match answer:
+            case Prepared(number=number):
+                digest = self.grammars.answered(number, is_prepared=True)
+                for group in self._preparing(digest):
+                    self.waiting.prepared(group)
+                    effects.append(Turned(group.request_id, Turn.PREPARED))
+            case Unpreparable(number=number, reason=reason):
+                digest = self.grammars.answered(number, is_prepared=False)
+                self._deny(digest, f"the worker cannot follow this grammar: {reason}", effects)
+
+    def give_up_grammars(self, now: float, effects: list[Effect]) -> None:
+        for digest in self.grammars.overdue(now):
+            self._deny(digest, "the worker does not answer for this grammar; try again", effects)
+
+    def _deny(self, digest: bytes | None, reason: str, effects: list[Effect]) -> None:
+        for group in self._preparing(digest):
+            if group.has_started:
+                self.fail(group, reason, effects)
+            else:
+                effects.append(Refused(group.request_id, Refusal.GRAMMAR, reason))
+                self.cancel(group)
+
+    def _preparing(self, digest: bytes | None) -> list[Group]:
+        waiting = self.waiting.preparing
+        return [group for group in waiting if group.grammar is not None and group.grammar.digest == digest]
 
     @property
     def load(self) -> int:

@@ -23,6 +23,7 @@ from kilburn.controller.core.commit import Commit
 from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.events import Effect, Refusal
 from kilburn.controller.core.fairness import Fairness
+from kilburn.controller.core.grammars import Grammars
 from kilburn.controller.core.leaving import Leaving
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.memory import Memory, Moves
@@ -49,6 +50,7 @@ class Scheduler:
         prefix_wait_steps: int = 0,
         step_target_s: float = 0.0,
         fairness: Fairness | None = None,
+        prepare_s: float = 60.0,
     ) -> None:
         self.pacing = Pacing(step_target_s)
         self.memory, self.pool = memory, memory.device
@@ -58,7 +60,7 @@ class Scheduler:
         self.block_size = hello.layout.block_size
         self.max_step_tokens = min(hello.max_step_tokens, max_step_tokens)
         self.max_rows, self.max_len, self.vocab_size = hello.max_rows, hello.max_len, hello.vocab_size
-        self.line = Lineup(memory, hello.max_rows, hello.name, fairness)
+        self.line = Lineup(memory, hello.max_rows, hello.name, Grammars(lease, prepare_s), fairness)
         self.flights: deque[Flight] = deque()
         self.last_commit_at = 0.0
         self.last_step = 0  # committed

@@ -22,6 +22,7 @@ from enum import Enum
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.departure import Departure
 from kilburn.controller.core.prefix_index import UNSALTED, Salt
+from kilburn.shared.grammar import Grammar
 from kilburn.shared.sampling import Draws, Sampling
 from kilburn.shared.types import LawBroken
 
@@ -183,8 +184,10 @@ class Group:
         "awaits",
         "cached_tokens",
         "departure",
+        "grammar",
         "has_forked",
         "has_started",
+        "is_preparing",
         "live",
         "n",
         "num_charged",
@@ -212,8 +215,10 @@ class Group:
         sampling: Sampling,
         n: int = 1,
         salt: Salt = UNSALTED,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request_id, self.place, self.n, self.salt = request_id, place, n, salt
+        self.grammar, self.is_preparing = grammar, False  # whether it waits for its grammar: see grammars.py
         self.turn: tuple[float, int] = (place.priority, place.arrival)  # when it is admitted: see turns.py
         self.awaits: tuple[Sequence, int] | None = None  # passed over until this one has computed so far, and
         self.until_step: int | None = None  # until this step at most: see turns.py

@@ -100,6 +100,10 @@ class GroupSnapshot:
     waiting_for_budget: int = 0  # of the next step
     waiting_for_preempted: int = 0  # behind one that was preempted and goes first
     waiting_for_prefix: int = 0  # which somebody is computing
+    waiting_for_grammar: int = 0  # which the worker is compiling
+    grammars: int = 0  # that the worker holds, or was asked for
+    grammars_prepared: int = 0  # since the lease began
+    grammars_failed: int = 0
     waiting_tokens: int = 0  # of the prompts of those who wait
     preempted_waiting: int = 0  # of those who wait, preempted before
     step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
@@ -204,6 +208,9 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         move_s_per_block=scheduler.costs.move_s_per_block,
         compute_s_per_token=scheduler.costs.compute_s_per_token,
         unanswered_since=scheduler.unanswered_since,
+        grammars=scheduler.line.grammars.num_held,
+        grammars_prepared=scheduler.line.grammars.num_prepared,
+        grammars_failed=scheduler.line.grammars.num_failed,
         **pool_figures(scheduler),
         **counters,
         **reasons,
@@ -241,6 +248,7 @@ def waiting_reasons(scheduler: Scheduler) -> dict[str, int]:
     waiting = scheduler.line.waiting
     reasons = {"waiting_for_blocks": 0, "waiting_for_rows": 0, "waiting_for_budget": 0, "waiting_for_preempted": 0}
     reasons["waiting_for_prefix"] = len(waiting.aside)
+    reasons["waiting_for_grammar"] = len(waiting.preparing)
     hold = f"waiting_for_{scheduler.admission.hold.value}"
     if waiting.returned:
         reasons["waiting_for_preempted"] = len(waiting.fresh)

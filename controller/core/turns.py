@@ -4,6 +4,7 @@
     returned         were on the rows before: preempted, or their worker was lost
     fresh            never ran
     aside            fresh ones, passed over since somebody is computing what they begin with (forming.py)
+    preparing        wait for their grammar, returned ones too (grammars.py)
 
 A group's *turn* is fixed when it arrives, and the lower one goes first:
 
@@ -51,6 +52,7 @@ class Turns:
         self.returned: list[Group] = []
         self.fresh: list[Group] = []
         self.aside: list[Group] = []
+        self.preparing: list[Group] = []
         self.num_tokens = 0  # of the prompts of those who wait, named prefixes apart
 
     # --- questions
@@ -75,13 +77,14 @@ class Turns:
     @property
     def num_requests(self) -> int:
         """Named prefixes are no requests."""
-        return len(self.returned) + len(self.fresh) + len(self.aside)
+        return len(self.returned) + len(self.fresh) + len(self.aside) + len(self.preparing)
 
     def __iter__(self) -> Iterator[Group]:
         yield from self.pins
         yield from self.returned
         yield from self.fresh
         yield from self.aside
+        yield from self.preparing
 
     def __len__(self) -> int:
         return len(self.pins) + self.num_requests
@@ -92,14 +95,16 @@ class Turns:
             raise LawBroken("a group was passed over for nothing")
         if any(group.awaits is not None for group in (*self.pins, *self.returned, *self.fresh)):
             raise LawBroken("a group is in line and yet passed over")
-        for groups in (self.pins, self.returned, self.fresh):
+        if any(not group.is_preparing for group in self.preparing):
+            raise LawBroken("a group waits for a grammar that it does not want")
+        for groups in (self.pins, self.returned, self.fresh, self.preparing):
             if groups != sorted(groups, key=_by_turn):
                 raise LawBroken("groups out of order")
         if any(not group.has_started for group in self.returned) or any(
             group.has_started for group in (*self.fresh, *self.aside)
         ):
             raise LawBroken("a group waits among those of another past")
-        if sum(group.num_prompt for group in (*self.returned, *self.fresh, *self.aside)) != self.num_tokens:
+        if sum(group.num_prompt for group in self if not isinstance(group, PinGroup)) != self.num_tokens:
             raise LawBroken("the tokens of those who wait do not add up")
 
     # --- commands
@@ -119,6 +124,12 @@ class Turns:
             self.num_tokens -= group.num_prompt
             if self._fairness is not None:
                 self._fairness.waits_no_more(group)
+
+    def prepared(self, group: Group) -> None:
+        """Its grammar is there: it stands in line, at the turn that it had."""
+        self.remove(group)
+        group.is_preparing = False
+        self.add(group)
 
     def served(self, group: Group, num_tokens: int = 0) -> None:
         """Tokens were computed for a group, and whatever it has drawn."""
@@ -165,13 +176,17 @@ class Turns:
     def clear(self) -> None:
         for group in self:
             group.awaits = group.until_step = None
+            group.is_preparing = False
             if self._fairness is not None and not isinstance(group, PinGroup):
                 self._fairness.waits_no_more(group)
-        self.pins, self.returned, self.fresh, self.aside, self.num_tokens = [], [], [], [], 0
+        self.pins, self.returned, self.fresh, self.aside, self.preparing = [], [], [], [], []
+        self.num_tokens = 0
 
     def _list_of(self, group: Group) -> list[Group]:
         if isinstance(group, PinGroup):
             return self.pins
+        if group.is_preparing:
+            return self.preparing
         if group.awaits is not None:
             return self.aside
         return self.returned if group.has_started else self.fresh

@@ -96,6 +96,6 @@ def test_text_leaves_as_soon_as_it_is_certain() -> None:
 def test_the_template_tells_the_form() -> None:
     assert form_of("{% for tool in tools %}...<tool_call>") is HERMES
     assert form_of("{{ '[TOOL_CALLS][' }}") is MISTRAL
-    assert form_of('{% if tools %}Respond in the format {"name": ..., "parameters": ...') is LLAMA3
+    assert form_of('Respond in the format {"name": function name, "parameters": dictionary') is LLAMA3
     assert form_of("{{ message.content }}") is None
     assert set(FORMS) == {"hermes", "llama3", "mistral"}

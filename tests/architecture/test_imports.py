@@ -37,7 +37,7 @@ CORE_LAYERS = (
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),
-    ("forming", "pacing", "fairness"),
+    ("forming", "pacing", "fairness", "grammars"),
     ("policy", "beam", "prefixes"),
     ("memory",),
     ("sequence",),

@@ -25,7 +25,20 @@ HELLO = m.Hello(
     m.WorkerMemory(538 << 20, 1 << 20, 2 << 20, 3000, 5 << 30),
 )
 SAMPLING = Sampling(
-    0.5, 40, 0.9, 0.05, 0.1, -0.2, 1.1, ((7, -1.5), (9, 2.0)), 2**64 - 1, 3, (2, 11), 5, Draws(first_stream=1, count=2)
+    0.5,
+    40,
+    0.9,
+    0.05,
+    0.1,
+    -0.2,
+    1.1,
+    ((7, -1.5), (9, 2.0)),
+    2**64 - 1,
+    3,
+    (2, 11),
+    5,
+    Draws(first_stream=1, count=2),
+    grammar=bytes(range(100, 132)),
 )
 SCORED = replace(SAMPLING, choose=Draws(), prompt_logprobs=1, logprobs_are_processed=True)
 ADMIT = m.Admit(3, 16, 20, (101, 102, 103, 104), tuple(range(16)), (7, 1), SAMPLING)
@@ -48,6 +61,8 @@ FROM_WORKER: dict[str, m.FromWorker] = {
     "done": m.StepDone(9, 5, bytes(reversed(range(32)))),
     "failed": m.StepFailed(9, 5, "out of memory"),
     "goodbye": m.Goodbye("drained"),
+    "prepared": m.Prepared(9, 2),
+    "unpreparable": m.Unpreparable(9, 3, "no tokenizer"),
 }
 FROM_CONTROLLER: dict[str, m.FromController] = {
     "welcome": m.Welcome(9, 0.5, 2.5, 2, "tcp://127.0.0.1:5556"),
@@ -63,6 +78,8 @@ FROM_CONTROLLER: dict[str, m.FromController] = {
     "beat": m.Beat(9, 5),
     "drain": m.Drain(9),
     "gone": m.Gone(9, "silence"),
+    "prepare": m.Prepare(9, 2, bytes(range(100, 132)), b'start: "a"'),
+    "forget": m.Forget(9, bytes(range(100, 132))),
 }
 
 NATURALS = st.integers(0, 2**31 - 1)
@@ -108,6 +125,7 @@ SAMPLINGS = st.builds(
     st.builds(Draws, NATURALS, POSITIVES) | st.builds(Candidates, POSITIVES),
     st.integers(-1, 20),
     st.booleans(),
+    st.just(b"") | DIGESTS,
 )
 ADMITS = st.builds(
     m.Admit, NATURALS, NATURALS, NATURALS, tuples(NATURALS), tuples(NATURALS), tuples(NATURALS), SAMPLINGS, NATURALS
@@ -189,6 +207,10 @@ ANY: dict[type, st.SearchStrategy] = {
     m.StepDone: st.builds(m.StepDone, COUNTERS, COUNTERS, DIGESTS),
     m.StepFailed: st.builds(m.StepFailed, COUNTERS, COUNTERS, TEXTS),
     m.Goodbye: st.builds(m.Goodbye, TEXTS),
+    m.Prepared: st.builds(m.Prepared, COUNTERS, COUNTERS),
+    m.Unpreparable: st.builds(m.Unpreparable, COUNTERS, COUNTERS, TEXTS),
+    m.Prepare: st.builds(m.Prepare, COUNTERS, COUNTERS, DIGESTS, st.binary(max_size=64)),
+    m.Forget: st.builds(m.Forget, COUNTERS, DIGESTS),
     m.Welcome: st.builds(m.Welcome, COUNTERS, REALS, REALS, POSITIVES, TEXTS),
     m.Reject: st.builds(m.Reject, TEXTS),
     m.StepPlan: plans(),
