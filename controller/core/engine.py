@@ -50,7 +50,6 @@ from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import Home
 from kilburn.controller.core.policy import Preemption
-from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State

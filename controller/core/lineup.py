@@ -97,18 +97,18 @@ class Lineup:
                     effects.append(Turned(group.request_id, Turn.PREPARED))
             case Unpreparable(number=number, reason=reason):
                 digest = self.grammars.answered(number, is_prepared=False)
-                self._deny(digest, f"the worker cannot follow this grammar: {reason}", effects)
+                self._deny(digest, Refusal.GRAMMAR, f"the worker cannot follow this grammar: {reason}", effects)
 
     def give_up_grammars(self, now: float, effects: list[Effect]) -> None:
         for digest in self.grammars.overdue(now):
-            self._deny(digest, "the worker does not answer for this grammar; try again", effects)
+            self._deny(digest, Refusal.NO_WORKER, "no worker compiled the grammar in time; try again", effects)
 
-    def _deny(self, digest: bytes | None, reason: str, effects: list[Effect]) -> None:
+    def _deny(self, digest: bytes | None, refusal: Refusal, reason: str, effects: list[Effect]) -> None:
         for group in self._preparing(digest):
             if group.has_started:
                 self.fail(group, reason, effects)
             else:
-                effects.append(Refused(group.request_id, Refusal.GRAMMAR, reason))
+                effects.append(Refused(group.request_id, refusal, reason))
                 self.cancel(group)
 
     def _preparing(self, digest: bytes | None) -> list[Group]:

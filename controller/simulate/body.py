@@ -20,12 +20,14 @@ from kilburn.shared.layout import blocks_for
 from kilburn.shared.messages import (
     Beat,
     Drain,
+    Forget,
     FromController,
     FromWorker,
     Gone,
     Goodbye,
     Hello,
     KvLost,
+    Prepare,
     Reject,
     StepFailed,
     StepPlan,
@@ -77,6 +79,7 @@ class Body:
     damage: dict[int, Damage] = field(default_factory=dict)  # by step
     known_lost: dict[Filling, int] = field(default_factory=dict)  # -> the turn from which the core knows
     known_bad: dict[Filling, int] = field(default_factory=dict)
+    compiling: dict[bytes, tuple[float, Prepare]] = field(default_factory=dict)  # grammars, until when
     suspicions: Counter[Filling] = field(default_factory=Counter)  # how often what each had filled was lost
     origins: dict[int, tuple[int, Filling]] = field(default_factory=dict)  # block -> its generation, and what filled it
 
@@ -102,7 +105,7 @@ class Body:
                 self.lease = lease
                 self.worker = FakeWorker(lease, limits_of(self.hello), self.hello.vocab_size)
                 self.damage, self.known_lost, self.known_bad, self.origins = {}, {}, {}, {}
-                self.suspicions = Counter()
+                self.suspicions, self.compiling = Counter(), {}
                 self.free_at_s = world.now
             case Gone(lease) if self.lease == lease:
                 self.greet(world)
@@ -111,10 +114,31 @@ class Body:
                 world.died(self, returns=False)
             case Reject():
                 world.died(self, returns=True)
+            case Prepare() if self.worker is not None and self.worker.lease == message.lease:
+                self._compile(self.worker, message, world)
+            case Forget() if self.worker is not None and self.worker.lease == message.lease:
+                self._finish_compiling(self.worker, world.now)
+                self.compiling.pop(message.digest, None)
+                self.worker.forget(message)
             case StepPlan() if self.worker is not None and self.worker.lease == message.lease:
                 self._work(self.worker, message, turn, world)
             case _:
                 pass
+
+    def _compile(self, worker: FakeWorker, asked: Prepare, world: Surroundings) -> None:
+        """Beside the steps, for a while."""
+        self._finish_compiling(worker, world.now)
+        ready_s, _ = self.compiling.get(asked.digest, (world.now, asked))
+        if asked.digest not in worker.grammars and asked.digest not in self.compiling:
+            ready_s = max(world.now, self.hangs_until_s) + self.step_s * world.rng.choice((0.1, 1.0, 1.0, 10.0))
+        self.compiling[asked.digest] = ready_s, asked
+        world.to_core(self, worker.verdict(asked), ready_s - world.now)
+
+    def _finish_compiling(self, worker: FakeWorker, now: float) -> None:
+        for digest, (ready_s, asked) in list(self.compiling.items()):
+            if ready_s <= now:
+                worker.prepare(asked)
+                del self.compiling[digest]
 
     def _work(self, worker: FakeWorker, plan: StepPlan, turn: int, world: Surroundings) -> None:
         if plan.step != worker.next_step:
@@ -122,6 +146,7 @@ class Body:
             world.to_core(self, StepFailed(plan.lease, plan.step, f"a gap: expected step {worker.next_step}"))
             self.worker = None
             return
+        self._finish_compiling(worker, world.now)
         faults, rng = world.faults(), world.rng
         if rng.random() < faults.dies:
             world.died(self, returns=True)

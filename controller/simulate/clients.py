@@ -7,8 +7,9 @@ judged by what the workers announced, and the time that it waited by who could h
 from dataclasses import dataclass, field
 
 from kilburn.controller.core.events import Beam, Cancel, Emit, Finished, Refusal, Refused, Scored, Started, Stop, Submit
+from kilburn.controller.core.grammars import MOST_ASKED
 from kilburn.controller.simulate.beams import Search, search
-from kilburn.controller.simulate.fake_worker import logprobs_of, rank_of
+from kilburn.controller.simulate.fake_worker import UNPREPARABLE, logprobs_of, rank_of
 from kilburn.controller.simulate.oracle import Answer, chain_of, finish, mix
 from kilburn.controller.simulate.pins import Pins, run_of
 from kilburn.controller.simulate.scenario import Scenario
@@ -67,8 +68,27 @@ class Clients:
         return [
             case.submit
             for case in self.live()
-            if not case.is_started and case.request_id not in leaving and self.pins.fits(case.submit, hello)
+            if not case.is_started
+            and case.request_id not in leaving
+            and self.pins.fits(case.submit, hello)
+            and not self._waits_for_grammar(case)
         ]
+
+    def _waits_for_grammar(self, case: Case) -> bool:
+        grammar = case.submit.grammar
+        return grammar is not None and not any(grammar.digest in v.prepared for v in self.leases.views.values())
+
+    def _is_nonsense(self, case: Case) -> bool:
+        """Whether its grammar is one that nobody gets."""
+        return case.submit.grammar is not None and case.submit.grammar.source == UNPREPARABLE
+
+    def _asked_in_vain(self, case: Case, now: float) -> bool:
+        """Whether workers may have been asked often enough for its grammar, since the first who needed it."""
+        grammar = case.submit.grammar
+        if grammar is None:
+            return False
+        first_s = min(other.at_s for other in self.cases.values() if other.submit.grammar == grammar)
+        return now - first_s >= MOST_ASKED * self.scenario.prepare_s - 1e-6
 
     # --- what they ask
 
@@ -225,11 +245,13 @@ class Clients:
             case Refusal.REQUEST_TIMEOUT:
                 holds = now - case.at_s >= self.request_s(case) - 1e-6
             case Refusal.NO_WORKER:
-                holds = not views or self._waited_in_vain(case, now)
+                holds = not views or self._waited_in_vain(case, now) or self._asked_in_vain(case, now)
             case Refusal.SHUTTING_DOWN:
                 holds = self.is_shut
             case Refusal.EMPTY:
                 holds = not submit.prompt
+            case Refusal.GRAMMAR:
+                holds = self._is_nonsense(case)
             case Refusal.PINS_FULL:
                 holds = False
         demand(holds, f"refused ({refused.refusal.value}) although nothing justifies it: {refused.message}", rid)
@@ -259,7 +281,7 @@ class Clients:
             case FinishReason.STOP:
                 holds = index in case.stopped or (done == answer.tokens and answer.reason is FinishReason.STOP)
             case FinishReason.ERROR:
-                holds = case.has_failed_row or self._waited_in_vain(case, now)
+                holds = case.has_failed_row or self._waited_in_vain(case, now) or self._asked_in_vain(case, now)
                 demand(bool(finished.message), "an error says what happened", rid)
         why = f"index {index} ended ({finished.reason.value}: {finished.message}) after {len(done)} tokens"
         demand(holds, f"{why}; it should be {len(answer.tokens)}, {answer.reason.value}", rid)

@@ -25,10 +25,12 @@ from kilburn.shared.layout import KVLayout
 from kilburn.shared.messages import (
     Beat,
     Drain,
+    Forget,
     FromController,
     Gone,
     Goodbye,
     Hello,
+    Prepare,
     Reject,
     StepFailed,
     StepPlan,
@@ -131,6 +133,10 @@ class FakeDaemon:
         """Whether the daemon should leave."""
         lease = self._worker.lease if self._worker is not None else None
         match message:
+            case Prepare(lease=asked) if self._worker is not None and asked == lease:
+                await socket.send(encode(self._worker.prepare(message)))
+            case Forget(lease=asked) if self._worker is not None and asked == lease:
+                self._worker.forget(message)
             case Gone(lease=gone) if gone == lease:
                 self._worker = None
                 await socket.send(encode(self.hello))

@@ -12,17 +12,32 @@ written by another, a cell of somebody else's prefix.
 The caller may ask for damage: rows that go bad (what they write from then on is not a number, and the row fails when
 it next samples) and blocks that are lost (who reads one reports it, and the row is dead until its next Admit).
 
+A grammar is its digest: rows may be admitted with those that were prepared and not forgotten since. One whose source
+is UNPREPARABLE cannot be had.
+
 What it does not know: which request a row serves, which blocks the controller calls free, and time.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 
 from kilburn.controller.simulate.cells import CellPool
 from kilburn.controller.simulate.oracle import ROOT, candidates, mix, next_token
 from kilburn.controller.simulate.plan_rules import ContractBroken, Limits, check_plan, demand
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.messages import Admit, KvLost, PromptLogprobs, RowLogprobs, StepPlan, StepResult
+from kilburn.shared.messages import (
+    Admit,
+    Forget,
+    KvLost,
+    Prepare,
+    Prepared,
+    PromptLogprobs,
+    RowLogprobs,
+    StepPlan,
+    StepResult,
+    Unpreparable,
+)
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.shared.types import Tier
 
@@ -63,6 +78,8 @@ class Row:
         return self.chains[-1]
 
 
+UNPREPARABLE = b"nobody can follow this"
+
 Chooser = Callable[[Row, int], int]  # (row, stream) -> the token after row.tokens
 
 
@@ -87,6 +104,7 @@ class FakeWorker:
             Tier.DEVICE: CellPool(limits.num_blocks, limits.block_size),
             Tier.HOST: CellPool(limits.num_host_blocks, limits.block_size),
         }
+        self.grammars: set[bytes] = set()
         self.came_up: dict[int, int] = {}  # in this plan: device block -> the host block that filled it
 
     def run(
@@ -121,6 +139,23 @@ class FakeWorker:
             self._write(row, count)
         return self._result(plan.step, batch, plan.counts)
 
+    def prepare(self, asked: Prepare) -> Prepared | Unpreparable:
+        """A grammar is compiled, between two plans."""
+        verdict = self.verdict(asked)
+        if isinstance(verdict, Prepared):
+            self.grammars.add(asked.digest)
+        return verdict
+
+    def verdict(self, asked: Prepare) -> Prepared | Unpreparable:
+        """What compiling it will show."""
+        demand(asked.digest == sha256(asked.source).digest(), "a grammar has the digest of its source")
+        if asked.source == UNPREPARABLE:
+            return Unpreparable(asked.lease, asked.number, "it says nothing")
+        return Prepared(asked.lease, asked.number)
+
+    def forget(self, forgotten: Forget) -> None:
+        self.grammars.discard(forgotten.digest)
+
     # --- before the batch
 
     def _move(self, plan: StepPlan) -> None:
@@ -145,6 +180,8 @@ class FakeWorker:
         demand(len(table) >= blocks_for(admit.start, limits.block_size), "the table covers what is computed")
         demand(len(table) <= blocks_for(limits.max_len, limits.block_size), "no table is longer than a sequence can be")
         tokens, chains = self.pools[Tier.DEVICE].prefix(table, admit.start)
+        grammar = admit.sampling.grammar
+        demand(not grammar or grammar in self.grammars, "a row's grammar is prepared before the row is admitted")
         history = tokens if admit.sampling.needs_history else []
         demand(list(admit.history) == history, "history is the tokens before start, where the sampling needs it")
         row = Row(tokens + list(admit.tokens), chains, admit.num_prompt, table, admit.sampling, admit.scored_from)

@@ -32,7 +32,19 @@ from kilburn.controller.simulate.clients import Clients
 from kilburn.controller.simulate.queueing import Queueing
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases
-from kilburn.shared.messages import Drain, Gone, Goodbye, Hello, StepFailed, StepPlan, StepResult, Welcome
+from kilburn.shared.messages import (
+    Drain,
+    Forget,
+    Gone,
+    Goodbye,
+    Hello,
+    Prepare,
+    Prepared,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
 
 
 class Judge:
@@ -78,6 +90,8 @@ class Judge:
                     self.clients.cases[request_id].has_failed_row = True
             case Goodbye():
                 self.leases.end(event.peer)
+            case Prepared() as prepared:
+                self.leases.answered(prepared)
             case StepFailed(lease=lease):
                 self.leases.views.pop(lease, None)
             case _:
@@ -110,6 +124,8 @@ class Judge:
                     self.queueing.began(submit, self.clients.still_waiting())
                 case Send(peer, Welcome(lease=lease)):
                     self.leases.welcomed(peer, lease, now)
+                case Send(_, Prepare() | Forget() as word):
+                    self.leases.asked(word)
                 case Send(_, Gone(lease=lease)):
                     self.leases.views.pop(lease, None)
                 case _:

@@ -45,8 +45,10 @@ def next_token(chain: int, sampling: Sampling, stream: int, position: int, num_p
     state = chain
     if not sampling.is_greedy:
         state = mix(mix(state, sampling.seed & MASK), (stream << 20) + position)
-    if sampling.needs_history:
+    if sampling.is_penalised:
         state = mix(state, num_prompt)
+    if sampling.grammar:  # what may come depends on it
+        state = mix(state, int.from_bytes(sampling.grammar[:7], "little"))
     token = (state >> 7) % vocab_size
     if position - num_prompt < sampling.min_tokens:
         for _ in range(vocab_size):

@@ -10,6 +10,8 @@ from random import Random
 
 from kilburn.controller.core.events import BeamSettings, EarlyStopping, Pin, Submit
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.simulate.fake_worker import UNPREPARABLE
+from kilburn.shared.grammar import Grammar
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello
 from kilburn.shared.sampling import Sampling
@@ -83,6 +85,7 @@ class Scenario:
     max_waiting_tokens: int  # 0: any
     queue_s: float  # how long a request may wait; 0: for ever
     request_s: float  # how long it may take; 0: for ever
+    prepare_s: float  # before a grammar is asked for again
 
     @property
     def vocab_size(self) -> int:
@@ -133,6 +136,9 @@ def draw_scenario(seed: int) -> Scenario:
     scorers = Random(seed ^ 0x5C0)
     if scorers.random() < 0.15:
         errands = tuple([_scored(scorers, errand) for errand in errands])
+    grammars = Random(seed ^ 0x6AA)
+    if grammars.random() < 0.15:
+        errands = tuple([_bound(grammars, errand) for errand in errands])
     return Scenario(
         seed=seed,
         depth=depth,
@@ -162,6 +168,7 @@ def draw_scenario(seed: int) -> Scenario:
         max_waiting_tokens=limits.choice((0,) * 8 + (30, 100)),
         queue_s=limits.choice((0.0,) * 10 + (0.1, 1.0)),
         request_s=limits.choice((0.0,) * 10 + (0.3, 2.0)),
+        prepare_s=grammars.choice((0.05, 0.5, 5.0)),
     )
 
 
@@ -280,6 +287,15 @@ def _scored(rng: Random, errand: Errand) -> Errand:
         return errand
     sampling = replace(errand.submit.sampling, prompt_logprobs=rng.choice((0, 2)))
     return replace(errand, submit=replace(errand.submit, sampling=sampling))
+
+
+def _bound(rng: Random, errand: Errand) -> Errand:
+    """Perhaps by a grammar. Beams know none."""
+    if errand.submit.beams is not None or rng.random() < 0.4:
+        return errand
+    grammar = Grammar.of(rng.choice(("one", "one", "another", "third", UNPREPARABLE.decode())))
+    sampling = replace(errand.submit.sampling, grammar=grammar.digest)
+    return replace(errand, submit=replace(errand.submit, sampling=sampling, grammar=grammar))
 
 
 def _draw_beams(rng: Random, sampling: Sampling, vocab_size: int) -> tuple[BeamSettings, Sampling]:

@@ -78,6 +78,7 @@ class World:
                 max_waiting_tokens=scenario.max_waiting_tokens,
                 queue_s=scenario.queue_s,
                 request_s=scenario.request_s,
+                prepare_s=scenario.prepare_s,
             )
         )
         self.judge = Judge(scenario)
@@ -189,7 +190,9 @@ class World:
         self.engine.validate()
         self.judge.see(effects, self.now)
         if self.turn % 4 == 0:
-            self.seen["passed over"] += sum(group.waiting_for_prefix for group in self.engine.snapshot().groups)
+            groups = self.engine.snapshot().groups
+            self.seen["passed over"] += sum(group.waiting_for_prefix for group in groups)
+            self.seen["waited for grammar"] += sum(group.waiting_for_grammar for group in groups)
         self._tell_bodies(len(events))
         for effect in effects:
             self._fulfil(effect)
@@ -375,6 +378,7 @@ class World:
         self.seen["swap in"] += len(plan.swaps_in)
         self.seen["plan of moves alone"] += not plan.rows
         self.seen["admit"] += len(plan.admits)
+        self.seen["admit with grammar"] += sum(bool(admit.sampling.grammar) for admit in plan.admits)
 
     def _about_effect(self, effect: Effect) -> frozenset[int]:
         match effect:
@@ -411,6 +415,7 @@ def held_things(snapshot: Snapshot) -> str:
             "owned_host_blocks",
             "pinned_blocks",
             "swapped_requests",
+            "grammars",
         ):
             count = getattr(group, name)
             if count:

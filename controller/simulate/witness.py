@@ -12,7 +12,7 @@ from kilburn.controller.core.events import Arrived, Submit
 from kilburn.controller.simulate.beams import Search
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.messages import Admit, Hello, StepPlan, StepResult
+from kilburn.shared.messages import Admit, Forget, Hello, Prepare, Prepared, StepPlan, StepResult
 from kilburn.shared.sampling import Candidates, Draws
 from kilburn.shared.types import FinishReason, LawBroken
 
@@ -82,6 +82,8 @@ class LeaseView:
     knows_prompts: bool = False  # what a token of a prompt costs it is known from a result
     preempted: set[int] = field(default_factory=set)  # requests that were, and wait
     heard_s: float = 0.0
+    prepares: dict[int, bytes] = field(default_factory=dict)  # grammars that it was asked for, by number
+    prepared: set[bytes] = field(default_factory=set)  # those that it has, as the core knows
 
 
 class Leases:
@@ -100,6 +102,24 @@ class Leases:
         for view in self.views.values():
             if view.peer == event.peer and getattr(event.message, "lease", view.lease) == view.lease:
                 view.heard_s = now
+
+    def answered(self, message: Prepared) -> None:
+        """A grammar is compiled."""
+        view = self.views.get(message.lease)
+        if view is not None and message.number in view.prepares:
+            view.prepared.add(view.prepares[message.number])
+
+    def asked(self, message: Prepare | Forget) -> None:
+        view = self.views.get(message.lease)
+        if view is None:
+            raise WorldBroken(f"lease {message.lease}, which is over, is told of a grammar")
+        match message:
+            case Prepare(number=number, digest=digest):
+                demand(number not in view.prepares, f"two Prepares of number {number}")
+                view.prepares[number] = digest
+            case Forget(digest=digest):
+                view.prepares = {n: d for n, d in view.prepares.items() if d != digest}
+                view.prepared.discard(digest)
 
     def end(self, peer: bytes) -> None:
         for lease in [view.lease for view in self.views.values() if view.peer == peer]:
@@ -181,6 +201,8 @@ class Leases:
             raise WorldBroken(f"a row for request {rid}, which nobody made")
         submit, rid = case.submit, case.submit.request_id
         demand(replace(admit.sampling, choose=submit.sampling.choose) == submit.sampling, "another sampling", rid)
+        grammar = admit.sampling.grammar
+        demand(not grammar or grammar in view.prepared, "a row whose grammar is not prepared", rid)
         demand(admit.num_prompt == len(submit.prompt), f"a prompt of {admit.num_prompt} tokens", rid)
         demand(case.is_live or _may_end_at_once(case), "a row for a request that has ended", rid)
         if not isinstance(choose, Draws):

@@ -585,6 +585,15 @@ MUTANTS = [
         "if home.lease.state is LeaseState.DRAINING:\n            return",
         "if False:\n            return",
     ),
+    # --- grammars
+    one("a grammar is not waited for", "grammars.py", "return held.is_ready", "return True"),
+    one(
+        "any answer is to any grammar",
+        "grammars.py",
+        "if number in held.numbers and not held.is_ready:",
+        "if not held.is_ready:",
+    ),
+    one("a grammar is forgotten while others need it", "grammars.py", "if not held.users:", "if True:"),
 ]
 
 
