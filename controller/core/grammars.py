@@ -31,7 +31,7 @@ class _Held:
     """One grammar that somebody here needs."""
 
     grammar: Grammar
-    users: set[int] = field(default_factory=set)  # requests
+    users: dict[int, None] = field(default_factory=dict)  # requests
     is_ready: bool = False
     numbers: set[int] = field(default_factory=set)  # of the Prepares that may be answered
     ask_again_at: float | None = None  # None: it was not asked for yet
@@ -78,7 +78,7 @@ class Grammars:
         held = self._held.get(grammar.digest)
         if held is None:
             held = self._held[grammar.digest] = _Held(grammar)
-        held.users.add(group.request_id)
+        held.users[group.request_id] = None
         return held.is_ready
 
     def leave(self, group: Group) -> None:
@@ -86,7 +86,7 @@ class Grammars:
         if group.grammar is None:
             return
         held = self._held[group.grammar.digest]
-        held.users.discard(group.request_id)
+        held.users.pop(group.request_id, None)
         if not held.users:
             del self._held[group.grammar.digest]
             if held.numbers:
