@@ -1,4 +1,4 @@
-"""The command line: `kilburn serve | controller | worker | gateway | plan | top | health | provision | keys`.
+"""The command line: `kilburn serve | controller | worker | gateway | plan | simulate | tune | top | ...`; see COMMANDS.
 
 A command is a row of COMMANDS: what it is for, and a function from its words to an exit status. Statuses: 0 well, 1
 something failed on the way, 2 a setting must change. The worker is another program (`python -m kilburn.worker`): it is
@@ -23,7 +23,9 @@ from kilburn.shared.config import (
     ProvisionSettings,
     ServeSettings,
     SettingsError,
+    SimulateSettings,
     TopSettings,
+    TuneSettings,
     WorkerSettings,
     as_flags,
     complain,
@@ -43,6 +45,13 @@ ABOUT_GATEWAY = """One address before several controllers: a request goes to the
 prompt and is least busy, and to another if that one fails before the first token. Keeps nothing."""
 ABOUT_PLAN = """What a worker would make of a device's memory: weights, what steps need, KV blocks, sequences. Needs no
 accelerator and loads no weights: config.json and the headers of safetensors or GGUF files are read."""
+ABOUT_SIMULATE = """How a cluster that does not exist would serve a trace, or requests that come at random: the
+production scheduler on a virtual clock, over devices whose steps take as long as a roofline says (or as was measured on
+one). Every combination of rates, groups, block sizes and policies is a run."""
+ABOUT_TUNE = """usage: kilburn tune block-size MODEL --trace FILE [--setting value ...]
+
+Runs a trace, or requests that come at random, over blocks of every size, and recommends one. Settings are those of
+`kilburn simulate`, and --within-percent; `kilburn tune block-size --help` lists them."""
 ABOUT_TOP = (
     "What a running server's memory and requests look like, in this terminal; the page at its address shows the same."
 )
@@ -111,6 +120,28 @@ def plan(words: Sequence[str]) -> int:
     return run_plan(settings)
 
 
+def simulate(words: Sequence[str]) -> int:
+    settings = load_or_exit(SimulateSettings, words, "kilburn simulate", ABOUT_SIMULATE, "model")
+    from kilburn.controller.capacity_shown import run_simulate
+
+    return run_simulate(settings)
+
+
+def tune(words: Sequence[str]) -> int:
+    match list(words):
+        case ["block-size", *rest]:
+            about = ABOUT_TUNE.split("\n\n")[1]
+            settings = load_or_exit(TuneSettings, rest, "kilburn tune block-size", about, "model")
+            from kilburn.controller.capacity_shown import run_tune_block_size
+
+            return run_tune_block_size(settings)
+        case [] | ["--help" | "-h", *_]:
+            print(ABOUT_TUNE)
+            return 0
+    print(ABOUT_TUNE, file=sys.stderr)
+    return 2
+
+
 def top(words: Sequence[str]) -> int:
     settings = load_or_exit(TopSettings, words, "kilburn top", ABOUT_TOP, "url")
     from kilburn.controller.top import run_top
@@ -162,6 +193,8 @@ COMMANDS = {
     "worker": Command("worker MODEL", "only a worker; it connects to a controller", worker),
     "gateway": Command("gateway MODEL", "one address before several controllers", gateway),
     "plan": Command("plan MODEL", "what fits into a device's memory, before there is a device", plan),
+    "simulate": Command("simulate MODEL", "how a cluster would serve a trace, before there is one", simulate),
+    "tune": Command("tune block-size MODEL", "which size of blocks suits a trace", tune),
     "top": Command("top", "a running server's blocks and requests, in this terminal", top),
     "health": Command("health [URL]", "how a server is; status 0 where it is well", health),
     "provision": Command("provision MODEL", "model and keys for compose.yaml, into a folder", provision),
@@ -170,7 +203,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    rows = "\n".join(f"  kilburn {command.usage:<18} {command.about}" for command in COMMANDS.values())
+    rows = "\n".join(f"  kilburn {command.usage:<22} {command.about}" for command in COMMANDS.values())
     return f"""Kilburn {version()} serves language models; their KV cache is virtual memory.
 
 {rows}

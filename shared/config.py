@@ -8,6 +8,7 @@
     kilburn health      HealthSettings
     kilburn plan        PlanSettings
     kilburn top         TopSettings
+    kilburn simulate    SimulateSettings, kilburn tune  TuneSettings
 
 A name that two commands share means the same in both. The command line resolves `model` to a prepared folder; what runs
 behind it (`run_controller`, `python -m kilburn.worker`) is given that folder. Zero, or an empty text, means "choose for
@@ -17,7 +18,20 @@ me" wherever the help says so.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kilburn.shared.kinds import Choice, Count, Counts, Duration, Share, Size, SizeOrShare, Switch, Text
+from kilburn.shared.kinds import (
+    Choice,
+    Choices,
+    Count,
+    Counts,
+    Duration,
+    Number,
+    Numbers,
+    Share,
+    Size,
+    SizeOrShare,
+    Switch,
+    Text,
+)
 from kilburn.shared.model_files import BUNDLED_NAME
 from kilburn.shared.settings import (
     Settings,
@@ -40,7 +54,9 @@ __all__ = [
     "ServeSettings",
     "Settings",
     "SettingsError",
+    "SimulateSettings",
     "TopSettings",
+    "TuneSettings",
     "WorkerSettings",
     "as_flags",
     "complain",
@@ -303,3 +319,84 @@ class HealthSettings(Settings):
     url: str = setting("http://127.0.0.1:8000", Text("URL"), "the REST API of the server")
     probe: str = setting("health", Choice(("health", "ready", "live")), "what is asked; see docs/OPERATING.md")
     timeout_seconds: float = setting(3.0, Duration(0.1, 60.0), "how long an answer may take")
+
+
+KV_POLICIES = ("paged", "orca-max", "orca-pow2", "orca-oracle", "batch")
+
+
+@dataclass(frozen=True)
+class SimulateSettings(Settings):
+    """A cluster that does not exist, and what is asked of it. Settings that others have too mean the same."""
+
+    model: str = setting("", Text("MODEL"), f"{MODEL}; or one by name alone, as opt-13b", required=True)
+    revision: str = setting("", Text("REVISION"), REVISION)
+    gpu: str = setting("a100-80gb", Text("NAME"), "what each rank runs on; an unknown name lists those there are")
+    measured: str = setting("", Text("FILE"), "in place of gpu: what bench/gpu_check.py wrote on one")
+    memory: int = setting(0, Size(), "of one device, before anything is loaded; 0: as published")
+    tp: int = setting(1, Count(1, 1024), "devices that share one copy of the model; all amounts are of one of them")
+    groups: tuple[int, ...] = setting((1,), Counts(1, 100_000), "copies of the model; each number is a run")
+    controllers: int = setting(0, Count(0, 100_000), "engines that groups are dealt to; 0: one for every 8 groups")
+    dtype: str = setting("auto", DTYPES, "of weights and KV; auto: bfloat16")
+    kv_dtype: str = setting(
+        "auto", Choice(("auto", "fp8", "int8")), "of KV alone; auto: as dtype; fp8 (e4m3) on GPUs, int8 anywhere"
+    )
+    block_sizes: tuple[int, ...] = setting((16,), Counts(1, 256), "token positions in one block; each is a run")
+    num_blocks: int = setting(0, Count(0, 2**31 - 1), "blocks of the KV pool, in place of kv_memory; 0: by memory")
+    host_pool: int | Share = setting(
+        0, SizeOrShare(), "second pool of KV, in the host's memory, or a share of that; 0: none"
+    )
+    max_rows: int = setting(128, Count(1, 4096), "sequences in one batch")
+    max_step_tokens: int = setting(
+        512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
+    )
+    max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
+    depth: int = setting(2, Count(1, 8), "plans under way at once; 1 waits for each result")
+    step_target_ms: int = setting(
+        250, Count(0, 60_000), "how long a step with prompts may take while others wait for a token; 0: any time"
+    )
+    preemption: str = setting(
+        "auto", Choice(("auto", "swap", "recompute")), "where blocks run out; auto: what is predicted to cost less"
+    )
+    policies: tuple[str, ...] = setting(
+        ("paged",), Choices(KV_POLICIES), "how memory is kept; all but paged are what others did; each is a run"
+    )
+    trace: str = setting("", Text("FILE"), "recorded requests, or a folder of ServeGen's clients; empty: by lengths")
+    speed: float = setting(1.0, Number(0.001, 100_000), "the trace's own times, so many times as fast")
+    rates: tuple[float, ...] = setting(
+        (), Numbers(0.001, 1_000_000), "requests a second, as a Poisson process; each is a run; none: the trace's times"
+    )
+    seconds: float = setting(600.0, Duration(0.0, 7 * 86400.0), "how long requests come; 0: as long as the trace")
+    prompt_tokens: int = setting(512, Count(1, 1 << 24), "mean of the prompts, where no trace says more")
+    output_tokens: int = setting(256, Count(1, 1 << 24), "mean of the answers, where no trace says more")
+    choices: int = setting(1, Count(1, 128), "sequences that each request asks for")
+    first_seconds: float = setting(2.0, Duration(0.0, 86400.0), "objective: to the first token; 0: any time")
+    gap_seconds: float = setting(
+        0.1, Duration(0.0, 3600.0), "objective: a request's mean time between tokens; 0: any time"
+    )
+    price: float = setting(0.0, Number(0.0, 1_000_000), "of one device for an hour, in any currency; 0: not counted")
+    seed: int = setting(0, Count(0, 1 << 60), "of whatever is drawn")
+    jobs: int = setting(0, Count(0, 1024), "processes; 0: as many as there are cores")
+    json: bool = setting(False, Switch(), "print one JSON object instead of a table")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if self.max_step_tokens < self.max_rows:
+            yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"
+        if not self.trace and not self.rates:
+            yield "rates", "without a trace nobody says when requests come; give some, as 1,2,4, or a trace"
+        if not self.seconds and (self.rates or not self.trace):
+            yield "seconds", "only a trace with times of its own comes to an end; give a time such as 10m"
+        if self.choices > self.max_rows:
+            yield "choices", f"must not be more than max_rows; give {self.max_rows} or fewer"
+
+
+@dataclass(frozen=True)
+class TuneSettings(SimulateSettings):
+    """The same, once for every value of what is tuned."""
+
+    block_sizes: tuple[int, ...] = setting(
+        (1, 2, 4, 8, 16, 32, 64, 128, 256), Counts(1, 256), "token positions in one block; each is a run"
+    )
+    within_percent: float = setting(
+        2.0, Number(0.0, 100.0), "of the best latency: the largest block that is within it is recommended"
+    )

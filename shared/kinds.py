@@ -96,6 +96,61 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Number:
+    """A number in [low, high], not necessarily whole."""
+
+    low: float
+    high: float
+    shape: str = "X"
+
+    def parse(self, text: str) -> float:
+        if not re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,9})?", text.strip()) or not self.low <= float(text) <= self.high:
+            raise ValueError(f"give a number from {self.low:g} to {self.high:g}")
+        return float(text)
+
+    def show(self, value: float) -> str:
+        return f"{value:.12g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Some numbers in [low, high]: 0.5,1,2."""
+
+    low: float
+    high: float
+    shape: str = "X,X,..."
+
+    def parse(self, text: str) -> tuple[float, ...]:
+        try:
+            return tuple(Number(self.low, self.high).parse(part) for part in text.split(","))
+        except ValueError as error:
+            raise ValueError(f"give numbers from {self.low:g} to {self.high:g}, with commas between them") from error
+
+    def show(self, value: tuple[float, ...]) -> str:
+        return ",".join(Number(self.low, self.high).show(one) for one in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Some of several words: paged,batch."""
+
+    choices: tuple[str, ...]
+
+    @property
+    def shape(self) -> str:
+        return "|".join(self.choices) + ",..."
+
+    def parse(self, text: str) -> tuple[str, ...]:
+        try:
+            return tuple(Choice(self.choices).parse(part.strip()) for part in text.split(","))
+        except ValueError as error:
+            raise ValueError(f"{error}; with commas between several") from error
+
+    def show(self, value: tuple[str, ...]) -> str:
+        return ",".join(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Switch:
     shape: str = ""
 

@@ -11,14 +11,29 @@ from kilburn.shared.config import (
     ServeSettings,
     Settings,
     SettingsError,
+    SimulateSettings,
     TopSettings,
+    TuneSettings,
     WorkerSettings,
     as_flags,
     help_text,
     load,
     narrowed,
 )
-from kilburn.shared.kinds import Choice, Count, Counts, Duration, Kind, Share, Size, SizeOrShare, Switch
+from kilburn.shared.kinds import (
+    Choice,
+    Choices,
+    Count,
+    Counts,
+    Duration,
+    Kind,
+    Number,
+    Numbers,
+    Share,
+    Size,
+    SizeOrShare,
+    Switch,
+)
 from kilburn.shared.settings import declared, flag, variable
 
 
@@ -103,6 +118,9 @@ PARSED: list[tuple[Kind, str, object]] = [
     (Switch(), "no", False),
     (Count(-3, 3), "-3", -3),
     (Counts(1, 9), "1, 9,5", (1, 9, 5)),
+    (Number(0, 9), "1.5", 1.5),
+    (Numbers(0.5, 9), "0.5, 2,9", (0.5, 2.0, 9.0)),
+    (Choices(("a", "b")), "b, a", ("b", "a")),
     (Choice(("auto", "bfloat16"), (("bf16", "bfloat16"),)), "bf16", "bfloat16"),
 ]
 
@@ -135,6 +153,11 @@ def test_values_are_read_with_their_units_and_written_back(kind: Kind, text: str
         (Counts(1, 9), "1,,2"),
         (Counts(1, 9), "0"),
         (Counts(1, 9), ""),
+        (Number(0, 9), "-1"),
+        (Number(0, 9), "inf"),
+        (Numbers(0, 9), "1;2"),
+        (Numbers(0, 9), "10"),
+        (Choices(("a", "b")), "a,c"),
     ],
 )
 def test_what_is_no_value_says_what_to_give(kind: Kind, text: str) -> None:
@@ -155,9 +178,19 @@ def test_a_worker_started_with_flags_has_the_settings_that_serve_has() -> None:
     assert worker.host_pool == Share(0.125)
 
 
-@pytest.mark.parametrize(
-    "cls", [ControllerSettings, WorkerSettings, ServeSettings, GatewaySettings, PlanSettings, TopSettings]
-)
+EVERY_COMMAND = [
+    ControllerSettings,
+    WorkerSettings,
+    ServeSettings,
+    GatewaySettings,
+    PlanSettings,
+    SimulateSettings,
+    TopSettings,
+    TuneSettings,
+]
+
+
+@pytest.mark.parametrize("cls", EVERY_COMMAND)
 def test_help_names_every_setting_once_and_fits_a_terminal(cls: type[Settings]) -> None:
     lines = help_text(cls, "kilburn x", "About.").splitlines()
     assert all(len(line) <= 100 for line in lines)

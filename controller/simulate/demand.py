@@ -1,0 +1,91 @@
+"""From lengths to requests: when they come, and of which tokens their prompts are.
+
+Tokens mean nothing here, save that equal beginnings are equal: a trace's prefix blocks become runs of one token each,
+what all requests have in common another, and the rest of a prompt a token of its own. A trace without times is a
+distribution to draw from; one with times is replayed, faster or slower.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from kilburn.controller.core.events import BeamSettings, Submit
+from kilburn.controller.simulate.cluster import Timed
+from kilburn.controller.simulate.quick import FIRST_ID
+from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked
+from kilburn.shared.sampling import Sampling
+
+_COMMON = FIRST_ID
+_FIRST_PREFIX = _COMMON + 1
+_FIRST_OWN = 1 << 30
+
+
+def poisson(lengths: Sequence[Asked], rate: float, seconds: float, seed: int) -> list[Asked]:
+    """Arrivals of so many a second, each as long as one of `lengths`, drawn with equal chances."""
+    rng, at_s, found = Random(seed), 0.0, list[Asked]()
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        found.append(replace(lengths[rng.randrange(len(lengths))], at_s=at_s))
+    return found
+
+
+def replayed(asked: Iterable[Asked], speed: float, seconds: float = 0.0) -> list[Asked]:
+    """A trace's requests in order of time, `speed` times as fast; those of its first `seconds`, if not 0."""
+    timed = sorted((one for one in asked if one.at_s is not None), key=lambda one: one.at_s or 0.0)
+    return [replace(one, at_s=(one.at_s or 0.0) / speed) for one in timed if not seconds or (one.at_s or 0.0) < seconds]
+
+
+def cut(asked: Asked, max_len: int) -> Asked:
+    """So that it fits: an answer of at most half, and of the prompt what is left."""
+    num_output = min(asked.num_output, max_len // 2)
+    return replace(asked, num_output=num_output, num_prompt=min(max(asked.num_prompt, 1), max_len - num_output))
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What every request asks for."""
+
+    n: int = 1
+    beams: bool = False  # n of them, and all are returned
+    num_common: int = 0  # tokens with which every prompt begins, beside its own
+    shares: bool = True  # equal prefixes may be found; otherwise each request is alone
+
+
+def submits(asked: Iterable[Asked], decoding: Decoding) -> Iterator[Timed]:
+    """The requests, made as they come: prompts of a trace need not all be there at once."""
+    common = [_COMMON] * decoding.num_common
+    beams = BeamSettings(decoding.n) if decoding.beams else None
+    for number, one in enumerate(asked):
+        salt = b"" if decoding.shares else b"alone" + number.to_bytes(8, "little")
+        sampling = Sampling(temperature=0.0, seed=number)
+        prompt = common + _prompt(one, number)
+        yield Timed(
+            one.at_s or 0.0,
+            Submit(number, prompt, one.num_output, sampling, n=decoding.n, salt=salt, beams=beams),
+        )
+
+
+PLAIN = Decoding()
+
+
+def _prompt(asked: Asked, number: int) -> list[int]:
+    prompt: list[int] = []
+    for block in asked.prefix_blocks:
+        prompt += [_FIRST_PREFIX + block] * MOONCAKE_BLOCK
+    return (prompt + [_FIRST_OWN + number] * max(asked.num_prompt - len(prompt), 0))[: asked.num_prompt]
+
+
+def best_hit_share(asked: Sequence[Asked], block_size: int, decoding: Decoding = PLAIN) -> float:
+    """Of the prompt tokens, those that a cache without end would have found: full blocks that an earlier prompt had.
+
+    As the engine counts: whole blocks, never the newest token, and every prompt known as soon as it has come.
+    """
+    known, num_hit, total = set[int](), 0, 0
+    for timed in submits(asked, decoding):
+        prompt, chain, is_hit = timed.submit.prompt, 0, True
+        total += len(prompt)
+        for end in range(block_size, len(prompt) + 1, block_size):
+            chain = hash((chain, tuple(prompt[end - block_size : end])))
+            is_hit = is_hit and chain in known and end < len(prompt)
+            num_hit += block_size * is_hit
+            known.add(chain)
+    return num_hit / max(total, 1)
