@@ -28,6 +28,7 @@ from kilburn.worker.model_runner import ModelRunner
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import ModelConfig, read_config
 from kilburn.worker.models.llama import LlamaModel
+from kilburn.worker.parallel import Ranks
 from kilburn.worker.rows import Limits, Rows
 from kilburn.worker.step import Executor
 
@@ -200,7 +201,8 @@ def steps(place: Place) -> list[Row]:
     """Tokens a second of one decode step and its greedy choice, asked for launch by launch and as one graph."""
     dtype = torch.float32 if place.is_dry else torch.bfloat16
     config = config_of(SMALL if place.is_dry else LARGE)
-    model: Any = LlamaModel(config, config.family, Drawn(place, dtype), place.torch_device, dtype)  # type: ignore[arg-type]
+    weights: Any = Drawn(place, dtype)
+    model: Any = LlamaModel(config, config.family, weights, place.torch_device, dtype, Ranks())  # type: ignore[arg-type]
     rows, record = [], None if place.is_dry else recorder_for(place.torch_device)
     for seqs in (2,) if place.is_dry else (1, 64, 256):
         shape = Shape(seqs, 40 if place.is_dry else 1024, 1, config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)

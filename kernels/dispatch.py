@@ -35,6 +35,7 @@ __all__ = [
     "Shapes",
     "can_capture",
     "few_rows_product",
+    "has_own_collectives",
     "kernels_for",
     "kv_forms",
     "stopwatch_for",
@@ -100,3 +101,8 @@ def kv_forms(device: torch.device) -> dict[str, tuple[str, ...]]:
 def can_capture(device: torch.device) -> bool:
     """Whether launches on `device` can be recorded as a graph and asked for again as one."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+def has_own_collectives(device: torch.device) -> bool:
+    """Whether values on `device` go from rank to rank by a library of its own (NCCL), and not by the host's."""
+    return device.type == "cuda"

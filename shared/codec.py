@@ -245,7 +245,8 @@ BEAT = _kind(3, m.Beat, lease=LEASE, step=STEP)
 _FROM_WORKER = (
     _kind(_HELLO_TAG, m.Hello, name=f.TEXT, model_digest=f.DIGEST, layout=LAYOUT, num_blocks=f.NATURAL,
           num_host_blocks=f.NATURAL, max_rows=f.POSITIVE, max_step_tokens=f.POSITIVE, max_len=f.POSITIVE,
-          vocab_size=f.POSITIVE, rank=f.NATURAL, world=f.POSITIVE, pid=f.NATURAL, memory=MEMORY, num_appended=1),
+          vocab_size=f.POSITIVE, rank=f.NATURAL, world=f.POSITIVE, pid=f.NATURAL, memory=MEMORY,
+          rendezvous=f.TEXT, num_appended=2),
     _result_kind(2),
     BEAT,
     _kind(4, m.StepDone, lease=LEASE, step=STEP, digest=f.DIGEST),
@@ -255,7 +256,8 @@ _FROM_WORKER = (
     _kind(8, m.Unpreparable, lease=LEASE, number=f.COUNTER, reason=f.TEXT),
 )
 _FROM_CONTROLLER = (
-    _kind(32, m.Welcome, lease=LEASE, beat_s=f.REAL, silence_s=f.REAL, depth=f.POSITIVE, rendezvous=f.TEXT),
+    _kind(32, m.Welcome, lease=LEASE, beat_s=f.REAL, silence_s=f.REAL, depth=f.POSITIVE, rendezvous=f.TEXT,
+          step_s=f.REAL, num_appended=1),
     _kind(_REJECT_TAG, m.Reject, reason=f.TEXT),
     _kind(34, m.StepPlan, _plan, lease=LEASE, step=STEP, rows=f.COLUMN, counts=f.COUNTS, grown_at=f.COLUMN,
           grown_blocks=f.COLUMN, admits=f.listed(ADMIT), swaps_out=f.PAIRS, copies=f.PAIRS, swaps_in=f.PAIRS),

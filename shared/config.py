@@ -194,6 +194,14 @@ class WorkerSettings(Settings):
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )
     max_len: int = setting(0, Count(0, 1 << 24), "tokens in one sequence; 0: as the model was made for")
+    tp: int = setting(1, Count(1, 1024), "ranks that hold one copy of the model between them; see `kilburn plan --tp`")
+    rank: int = setting(-1, Count(-1, 1023), "which of these ranks this is, from 0; -1: all, started on this machine")
+    collectives: str = setting(
+        "lo", Text("INTERFACE"), "interface or address that ranks meet and compute over; see insecure_collectives"
+    )
+    insecure_collectives: bool = setting(
+        False, Switch(), "let ranks meet beyond loopback, where nobody proves who he is: only on a network of your own"
+    )
     exit_with_parent: bool = setting(False, Switch(), "end when the process that started this one does")
     profile: str = setting(
         "", Text("FOLDER"), "traces of the first steps, and of others on SIGUSR2, by torch's profiler; empty: none"
@@ -210,6 +218,10 @@ class WorkerSettings(Settings):
             yield "kv_scales", "only KV of 8 bits has scales; give kv_dtype int8 or fp8, or leave kv_scales out"
         if self.max_step_tokens < self.max_rows:
             yield "max_step_tokens", f"must be at least max_rows, so that every row can go on; give {self.max_rows}"
+        if self.rank >= self.tp:
+            yield "rank", f"there are {self.tp} ranks (tp), counted from 0; give {self.tp - 1} or less, or a larger tp"
+        if self.rank >= 0 and self.tp > 1 and not self.name:
+            yield "name", "the ranks of one copy of a model have one name; give each of them the same"
 
 
 @dataclass(frozen=True)

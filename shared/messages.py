@@ -12,6 +12,9 @@ controller -> worker   Welcome Reject StepPlan Prepare Forget Beat Drain Gone
       | Beat ------------------>|   and back: the link is alive
       |<--------- Gone          |   the lease is over; only a new Hello resynchronises
 
+A worker group of several ranks is several peers: a Hello from each, one Welcome to all, every plan to all. Rank 0 alone
+answers with StepResult, the others confirm with StepDone.
+
 A plan's work is columns, not objects: `rows[i]` advances by `counts[i]` positions. Steps count from 1 in each lease,
 without gaps. Messages are values: nobody changes one after it was made. Lists are lists where the hot path builds
 them; `codec` says how each looks on the wire.
@@ -68,6 +71,7 @@ class Hello:
     world: int = 1
     pid: int = 0  # shown to operators; no meaning to the core
     memory: WorkerMemory = WorkerMemory()  # as measured; left out by older builds
+    rendezvous: str = ""  # of rank 0, where there are others: where they meet it in the next lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +190,8 @@ class Welcome:
     beat_s: float  # send a Beat this often
     silence_s: float  # no frame for so long: the lease is over
     depth: int  # plans that may be under way at once
-    rendezvous: str = ""  # where the ranks of a group meet; empty for a world of one
+    rendezvous: str = ""  # where the ranks of a group meet, as rank 0 said; empty for a world of one
+    step_s: float = 0.0  # a step unanswered for so long ends the lease; 0, as of older builds: not said
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from kilburn.worker.daemon import Daemon, watch_parent
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.phases import phase, say
 from kilburn.worker.threads import threads_for
+from kilburn.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from kilburn.worker.start import Ready
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve(settings: WorkerSettings, stop: threading.Event) -> int:
     if settings.exit_with_parent:
         watch_parent(stop)
+    if settings.tp > 1 and settings.rank < 0:
+        raise SettingsError([f"--rank: which of the {settings.tp} is this? Give 0 to {settings.tp - 1}"])
     settings = replace(settings, name=settings.name or default_name())
     # First, since it finds faults of settings at once; what computes takes seconds to import.
     link = WorkerLink(settings.connect, settings.name, keys=keys_of(settings))
@@ -68,8 +71,9 @@ def serve(settings: WorkerSettings, stop: threading.Event) -> int:
             signal.signal(number, lambda *_: stop.set())
         if settings.profile:
             return serve_profiled(settings, ready, link, stop)
-        say(f"ready: {settings.name} connects to {settings.connect}")
-        return Daemon(ready.hello, ready.executor, link, stop).run()
+        which = f" (rank {settings.rank} of {settings.tp})" if settings.tp > 1 else ""
+        say(f"ready: {settings.name}{which} connects to {settings.connect}")
+        return Daemon(ready.hello, ready.executor, link, stop, watchdog=watchdog_of(settings, link)).run()
     finally:
         link.close()
 
@@ -82,9 +86,14 @@ def serve_profiled(settings: WorkerSettings, ready: "Ready", link: WorkerLink, s
     signal.signal(signal.SIGUSR2, lambda *_: asked.set())
     say(f"ready: {settings.name} connects to {settings.connect}, traces of steps go to {settings.profile}")
     try:
-        return Daemon(ready.hello, steps, link, stop).run()
+        return Daemon(ready.hello, steps, link, stop, watchdog=watchdog_of(settings, link)).run()
     finally:
         steps.close()
+
+
+def watchdog_of(settings: WorkerSettings, link: WorkerLink) -> Watchdog | None:
+    """What several ranks do together may never end."""
+    return Watchdog(link.is_over) if settings.tp > 1 else None
 
 
 def default_name() -> str:

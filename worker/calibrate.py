@@ -63,12 +63,15 @@ def static_scales(
     """float32 [layers, 2, kv_heads], on the host. `loaded` computes in `dtype` on `device`, and its digest knows
     `kv_dtype`. Measured once for each digest."""
     config = loaded.config
-    place = cache_root() / "kv-scales" / f"{loaded.digest.hex()}.json"
-    kept = _kept(place, (config.num_layers, 2, config.num_kv_heads))
+    kept = kept_scales(loaded.digest, (config.num_layers, 2, config.num_kv_heads))
     if kept is None:
         kept = scales_for(largest_seen(loaded, dtype, device, on_progress), kv_dtype)
-        _keep(place, kept)
+        _keep(_place(loaded.digest), kept)
     return kept
+
+
+def _place(model_digest: bytes) -> Path:
+    return cache_root() / "kv-scales" / f"{model_digest.hex()}.json"
 
 
 def scales_for(largest: Tensor, kv_dtype: torch.dtype) -> Tensor:
@@ -108,10 +111,10 @@ def largest_seen(
     return largest.nan_to_num(1.0, posinf=1.0)  # such a model fails its requests, with or without 8 bits
 
 
-def _kept(place: Path, shape: tuple[int, ...]) -> Tensor | None:
+def kept_scales(model_digest: bytes, shape: tuple[int, ...]) -> Tensor | None:
     """Scales of an earlier start, if they are whole and could be such."""
     try:
-        found = json.loads(place.read_text())
+        found = json.loads(_place(model_digest).read_text())
         scales = torch.tensor(found["scales"], dtype=torch.float32)
         is_ours = found["version"] == _VERSION
     except (OSError, ValueError, TypeError, KeyError):

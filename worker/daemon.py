@@ -13,6 +13,9 @@ Weights, kernels and pools outlive leases; rows and what the pools hold do not. 
 step that fails ends the lease: StepFailed tells the reason, the log has the traceback, and the next Hello begins again
 from nothing. Signals and a vanished parent set `stop`, which is looked at between steps.
 
+One of several ranks meets the others when it is welcomed, and confirms steps instead of answering them unless it is
+rank 0. What it does in company may never end, and so a watchdog may end this process.
+
 The link beats by itself, so that a long step is not taken for silence. What this file does not know: sockets, models,
 what a plan means.
 """
@@ -21,10 +24,12 @@ import logging
 import os
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from kilburn.shared.agreement import step_digest
 from kilburn.shared.messages import (
     Beat,
     Drain,
@@ -34,6 +39,7 @@ from kilburn.shared.messages import (
     Goodbye,
     Hello,
     Reject,
+    StepDone,
     StepFailed,
     StepPlan,
     StepResult,
@@ -42,6 +48,7 @@ from kilburn.shared.messages import (
 from kilburn.shared.types import LawBroken
 from kilburn.worker.link import LinkLost
 from kilburn.worker.outcomes import PlanBroken
+from kilburn.worker.watchdog import Watchdog
 
 log = logging.getLogger("kilburn.worker")
 
@@ -59,6 +66,10 @@ class Link(Protocol):
 class Steps(Protocol):
     """What the daemon wants of `worker.step.Executor`."""
 
+    def place(self) -> str: ...
+
+    def begin(self, rendezvous: str, step_s: float) -> None: ...
+
     def run(self, plan: StepPlan, idle_s: float = 0.0) -> StepResult: ...
 
     def clear(self) -> None: ...
@@ -71,6 +82,7 @@ class Patience:
     poll_s: float = 0.2  # between looks at `stop`
     hello_s: float = 15.0  # for an answer to Hello, before another
     gone_s: float = 2.0  # for the Gone that follows a StepFailed
+    step_s: float = 120.0  # for a step of several ranks, where the controller does not say
     first_wait_s: float = 0.25  # before a new connection; doubled each time in vain ...
     last_wait_s: float = 4.0  # ... up to this
 
@@ -94,14 +106,22 @@ class Daemon:
     """Serves one controller until told to stop. `run` returns the process's exit code."""
 
     def __init__(
-        self, hello: Hello, steps: Steps, link: Link, stop: threading.Event, patience: Patience = Patience()
+        self,
+        hello: Hello,
+        steps: Steps,
+        link: Link,
+        stop: threading.Event,
+        patience: Patience = Patience(),
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.hello, self.steps, self.link, self.stop, self.patience = hello, steps, link, stop, patience
+        self.watchdog = watchdog
         self.state = State.JOINING
         self.exit_code = 0
         self.lease = 0
         self.next_step = 1
         self._deadline = 0.0  # of an answer, where one is awaited
+        self._step_s = patience.step_s
         self._wait_s = patience.first_wait_s
         self._waiting_since = 0.0
 
@@ -124,11 +144,8 @@ class Daemon:
         match message:
             case StepPlan():
                 self._plan(message)
-            case Welcome(lease) if self.state is State.JOINING:
-                self._move(State.SERVING)
-                self.lease, self.next_step, self._wait_s = lease, 1, self.patience.first_wait_s
-                self._waiting_since = time.perf_counter()
-                log.info("lease %d begins", lease)
+            case Welcome() if self.state is State.JOINING:
+                self._begin(message)
             case Welcome(lease):
                 self._join_again(f"a Welcome to lease {lease} that nobody asked for")
             case Reject(reason):
@@ -148,6 +165,23 @@ class Daemon:
             case Beat():
                 pass
 
+    def _begin(self, welcome: Welcome) -> None:
+        self._move(State.SERVING)
+        self.lease, self.next_step, self._wait_s = welcome.lease, 1, self.patience.first_wait_s
+        self._step_s = welcome.step_s or self.patience.step_s
+        try:
+            with self._limited():
+                self.steps.begin(welcome.rendezvous, self._step_s)
+        except Exception as error:
+            log.error("the ranks did not meet for lease %d: %s", welcome.lease, error)
+            self._fail(0, f"the ranks did not meet: {_first_line(error)}")
+            return
+        self._waiting_since = time.perf_counter()
+        log.info("lease %d begins", welcome.lease)
+
+    def _limited(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.limit(self._step_s)
+
     def _plan(self, plan: StepPlan) -> None:
         if self.state is not State.SERVING or plan.lease != self.lease:
             log.debug("dropped plan %d of lease %d", plan.step, plan.lease)
@@ -156,16 +190,17 @@ class Daemon:
         try:
             if plan.step != self.next_step:
                 raise PlanBroken(f"step {plan.step} came where {self.next_step} was due")
-            result = self.steps.run(plan, idle_s)
+            with self._limited():
+                result = self.steps.run(plan, idle_s)
         except PlanBroken as error:
             log.error("plan %d of lease %d is broken: %s", plan.step, plan.lease, error)
-            self._fail(plan, f"broken plan: {error}")
+            self._fail(plan.step, f"broken plan: {error}")
         except Exception as error:
             log.exception("step %d of lease %d failed", plan.step, plan.lease)
-            # Its first line only: whatever else an error says is for this machine's log.
-            self._fail(plan, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            self._fail(plan.step, f"{type(error).__name__}: {_first_line(error)}")
         else:
-            self.link.send(result)
+            is_answer = self.hello.rank == 0
+            self.link.send(result if is_answer else StepDone(plan.lease, plan.step, step_digest(plan, result)))
             self.next_step += 1
         self._waiting_since = time.perf_counter()
 
@@ -177,12 +212,12 @@ class Daemon:
         self.state = to
 
     def _say_hello(self) -> None:
-        self.link.send(self.hello)
+        self.link.send(self.hello if self.hello.world == 1 else replace(self.hello, rendezvous=self.steps.place()))
         self._deadline = time.monotonic() + self.patience.hello_s
 
-    def _fail(self, plan: StepPlan, reason: str) -> None:
+    def _fail(self, step: int, reason: str) -> None:
         self.steps.clear()
-        self.link.send(StepFailed(plan.lease, plan.step, reason))
+        self.link.send(StepFailed(self.lease, step, reason))
         self._move(State.ENDING)
         self._deadline = time.monotonic() + self.patience.gone_s
 
@@ -199,6 +234,11 @@ class Daemon:
         log.info("leaving: %s", why)
         self.link.send(Goodbye(why))
         self._move(State.LEFT)
+
+
+def _first_line(error: Exception) -> str:
+    """Whatever else an error says is for this machine's log."""
+    return str(error).partition("\n")[0]
 
 
 def watch_parent(stop: threading.Event, poll_s: float = 0.5, grace_s: float = 5.0) -> None:

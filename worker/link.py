@@ -70,7 +70,10 @@ class _Pulse:
 
 
 class WorkerLink:
-    """One thread calls the public methods. Raises SettingError for an endpoint that may not be used."""
+    """One thread calls the public methods, unless they say otherwise.
+
+    Raises SettingError for an endpoint that may not be used.
+    """
 
     def __init__(self, endpoint: str, name: str, *, keys: WorkerKeys | None = None) -> None:
         if NAME.fullmatch(name) is None:
@@ -117,6 +120,11 @@ class WorkerLink:
                 return None
             ready = self._poller.poll(None if remaining_s is None else remaining_s * 1000)
             asks_monitor = any(descriptor == self._monitor_fd for descriptor, _ in ready)
+
+    def is_over(self) -> bool:
+        """Whether it has come in, unread as yet, that the lease is over. For any thread."""
+        with self._lock:
+            return any(isinstance(message, m.Gone | LinkLost) for message in self._inbox)
 
     def reconnect(self) -> None:
         """Begin anew under a new identity; whatever was on its way is dropped."""

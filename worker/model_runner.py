@@ -10,7 +10,7 @@ reads the very memory that was filled, a device with memory of its own gets one 
 step is over when its tokens are on the host, so that no buffer is filled while it is still read.
 
 A row whose hidden states are not finite has failed, whether or not it samples. Every row has its own outcome; no row's
-numbers touch another's.
+numbers touch another's. Of several ranks the first samples, and tells the others what came of it.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,9 @@ from kilburn.shared.ledger import logits_rows
 from kilburn.shared.messages import PromptLogprobs
 from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
+from kilburn.worker.parallel import Ranks
 from kilburn.worker.rows import Ints, Limits, Rows, Work
-from kilburn.worker.sampler import Chosen, choose, score
+from kilburn.worker.sampler import Chosen, choose, heard, score, told
 
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 
@@ -109,12 +110,21 @@ class Drawn:
 class ModelRunner:
     """Runs one model over one cache."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: Rows, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        rows: Rows,
+        kernels: Kernels,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.model, self.cache, self.rows, self.kernels = model, cache, rows, kernels
+        self.ranks = ranks or Ranks()
         self.inputs = Inputs(rows.limits, rows.max_blocks, device)
         self.rows_at_once = logits_rows(rows.limits.vocab_size, rows.limits.max_rows)
         self.graphs: Graphs | None = None
-        if can_capture(device):
+        if records(device, self.ranks):
             self.record(recorder_for(device))
 
     def record(self, record: Record) -> None:
@@ -144,9 +154,10 @@ class ModelRunner:
             hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels, self.cache.scales)
         # A sum is NaN or infinite if a term is: one pass, and one number per token goes to the host.
         is_finite = np.isfinite(hidden.sum(dim=-1, dtype=torch.float32).cpu().numpy())
-        if is_finite.all():
+        if is_finite.all() and not self.ranks.are_several:
             return hidden, np.zeros(0, np.int64)
-        return hidden, np.flatnonzero(~np.logical_and.reduceat(is_finite, work.query_start[:-1]))
+        is_bad = ~np.logical_and.reduceat(is_finite, work.query_start[:-1])
+        return hidden, np.flatnonzero(self.ranks.any(is_bad))
 
     def score(self, hidden: Tensor, work: Work, bad: Ints) -> tuple[list[PromptLogprobs], Ints]:
         """How likely the tokens of prompts are, and the sequences (places in the Work) that have no such numbers.
@@ -163,7 +174,10 @@ class ModelRunner:
             for first in range(0, len(span.tokens), self.rows_at_once):
                 tokens = span.tokens[first : first + self.rows_at_once]
                 logits = self.model.logits(hidden[span.start + first : span.start + first + len(tokens)])
-                turns.append(score(logits, tokens, num_likeliest, self.kernels))
+                if self.ranks.is_first:
+                    turns.append(score(logits, tokens, num_likeliest, self.kernels))
+            if not self.ranks.is_first:
+                continue
             if not all(turn.is_finite for turn in turns):
                 failed.append(span.seq)
                 continue
@@ -177,7 +191,9 @@ class ModelRunner:
                     ranks=tuple(chain.from_iterable(turn.ranks for turn in turns)),
                 )
             )
-        return scored, np.array(failed, np.int64)
+        is_failed = np.zeros(work.num_seqs, np.bool_)
+        is_failed[failed] = True
+        return scored, np.flatnonzero(self.ranks.any(is_failed))
 
     def sample(self, hidden: Tensor, work: Work, bad: Ints) -> Drawn:
         """Choose for every sequence that reached the end of its known tokens, but those in `bad`."""
@@ -192,8 +208,19 @@ class ModelRunner:
         for start in range(0, len(seqs), self.rows_at_once):
             turn = slice(start, start + self.rows_at_once)
             logits = self.model.logits(hidden[last[turn]])
-            turns.append(choose(logits, self.rows.knobs, rows[turn], positions[turn], self.kernels))
-        return Drawn(seqs, _joined(turns, self.rows_at_once))
+            if self.ranks.is_first:
+                turns.append(choose(logits, self.rows.knobs, rows[turn], positions[turn], self.kernels))
+        chosen = _joined(turns, self.rows_at_once)
+        if self.ranks.are_several:
+            own = told(chosen, self.rows.knobs, rows)
+            said = self.ranks.from_first(own)
+            chosen = chosen if self.ranks.is_first else heard(said, len(rows))
+        return Drawn(seqs, chosen)
+
+
+def records(device: torch.device, ranks: Ranks) -> bool:
+    """Whether decodes are recorded. Those of several ranks are not: their collectives are new with each lease."""
+    return can_capture(device) and not ranks.are_several
 
 
 def _joined(turns: list[Chosen], size: int) -> Chosen:

@@ -8,6 +8,8 @@
     measuring       what the weights and a step really take; the ledger says where the memory goes, and where the plan
                     (shared/ledger.py, as `kilburn plan` prints it) was wrong
 
+One of several ranks does all this by itself, with its own part of the model; it meets the others when a lease begins.
+
 A setting that cannot be met raises SettingsError, which names it and a value that works.
 """
 
@@ -20,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, kernels_for, kv_forms
+from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, has_own_collectives, kernels_for, kv_forms
 from kilburn.shared import ledger
 from kilburn.shared.config import SettingsError, WorkerSettings
 from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
@@ -28,14 +30,15 @@ from kilburn.shared.messages import Admit, Hello, StepPlan, WorkerMemory
 from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_shapes
 from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
-from kilburn.worker.calibrate import digest_with, static_scales
+from kilburn.worker.calibrate import digest_with, kept_scales, static_scales
 from kilburn.worker.knobs import Knobs
 from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes, total_host_bytes
 from kilburn.worker.measured import measured, reserved_bytes, weights_held
-from kilburn.worker.model_runner import ModelRunner
+from kilburn.worker.model_runner import ModelRunner, records
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import GenericFamily
 from kilburn.worker.models.weights import LoadedModel
+from kilburn.worker.parallel import Part, Ranks, bound_address, kv_heads_of, use_interface
 from kilburn.worker.phases import Progress, phase, say
 from kilburn.worker.rows import Limits, Rows
 from kilburn.worker.step import Executor
@@ -68,28 +71,45 @@ def device_of(setting: str) -> torch.device:
     return device
 
 
+def ranks_for(settings: WorkerSettings, device: torch.device) -> Ranks:
+    """This rank's view of all. Raises SettingsError, and ModelRefused for a model that cannot be split so."""
+    part = Part(max(settings.rank, 0), settings.tp)
+    if part.world == 1:
+        return Ranks(part, device)
+    read_shape(Path(settings.model), "float32", part.world)
+    address = bound_address(settings.collectives, settings.insecure_collectives)
+    if has_own_collectives(device):
+        use_interface(address)
+        torch.accelerator.set_device_index(part.rank % torch.accelerator.device_count())
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return Ranks(part, device, address)
+
+
 def dtype_of(setting: str, device: torch.device) -> str:
     return setting if setting != "auto" else "bfloat16" if has_own_memory(device) else "float32"
 
 
 def make_ready(settings: WorkerSettings) -> Ready:
     """Load, warm up, make the pools. Raises SettingsError, ModelRefused."""
-    device = device_of(settings.device)
+    ranks = ranks_for(settings, device_of(settings.device))
+    device = ranks.device
     dtype = dtype_of(settings.dtype, device)
     kept_in = scales_kept_in(settings, kv_forms(device))
     kernels = kernels_for(device)
     kv_dtype = EIGHT_BITS.get(settings.kv_dtype, dtype)
     with phase("loading"):
-        loaded = load_for(settings, dtype, kv_dtype, device)
+        loaded = load_for(settings, dtype, kv_dtype, device, ranks)
     limits, shape = limits_for(settings, loaded), shape_of(settings, loaded, dtype, device)
     layout, scales = ledger.layout_for(shape, settings.block_size, dtype, settings.kv_dtype, kept_in), None
     if kept_in == "static":
         with phase("measuring KV"):
-            scales = static_scales(loaded, getattr(torch, dtype), getattr(torch, kv_dtype), device, Progress())
+            scales = measured_scales(settings, loaded, dtype, kv_dtype, device)
     loaded = replace(loaded, digest=digest_with(loaded.digest, layout, scales))
+    if scales is not None:
+        scales = scales[:, :, kv_heads_of(scales.shape[2], ranks.part)]
     with phase("warming up"):
         warm_up(loaded, layout, limits, kernels, device, getattr(torch, dtype), scales)
-    batch = batch_of(limits, device)
+    batch = batch_of(limits, device, ranks)
     with phase("pools"):
         workspace = ledger.bill(shape, layout, dtype, batch).step_bytes
         num_blocks, num_host_blocks = pool_sizes(settings, layout, limits, workspace, device)
@@ -97,7 +117,7 @@ def make_ready(settings: WorkerSettings) -> Ready:
         before = reserved_bytes(device)
         executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
         if settings.verify_swap:
-            executor.check = SwapCheck(cache.host_blocks)
+            executor.check = SwapCheck(cache.host_blocks, ranks.any)
         graph_bytes = reserved_bytes(device) - before if batch.recorded else 0
     planned = ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks)
     with phase("measuring"):
@@ -124,9 +144,11 @@ def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
     )
 
 
-def load_for(settings: WorkerSettings, dtype: str, kv_dtype: str, device: torch.device) -> LoadedModel:
+def load_for(
+    settings: WorkerSettings, dtype: str, kv_dtype: str, device: torch.device, ranks: Ranks | None = None
+) -> LoadedModel:
     stored = getattr(torch, kv_dtype)
-    return weights.load(Path(settings.model), getattr(torch, dtype), device, Progress(), kv_dtype=stored)
+    return weights.load(Path(settings.model), getattr(torch, dtype), device, Progress(), kv_dtype=stored, ranks=ranks)
 
 
 def scales_kept_in(settings: WorkerSettings, forms: Mapping[str, tuple[str, ...]]) -> str:
@@ -138,6 +160,8 @@ def scales_kept_in(settings: WorkerSettings, forms: Mapping[str, tuple[str, ...]
     if places is None:
         able = " or ".join(["auto", *forms])
         raise SettingsError([f"--kv-dtype: this device has no kernels for KV of {settings.kv_dtype}; give {able}"])
+    if settings.tp > 1 and settings.kv_scales == "auto" and "block" in places:
+        return "block"  # the others are measured by whoever holds the whole model
     if settings.kv_scales not in ("auto", *places):
         able = " or ".join(["auto", *places])
         problem = f"--kv-scales: the kernels of this device do not take {settings.kv_scales} scales; give {able}"
@@ -149,7 +173,7 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
     """What its memory depends on, by the model's files."""
     folder, c = Path(settings.model), loaded.config
     if not isinstance(c.family, GenericFamily):
-        shape = read_shape(folder, dtype)
+        shape = read_shape(folder, dtype, settings.tp)
         # Without memory of its own a device looks an embedding up where its file lies.
         return shape if has_own_memory(device) else replace(shape, weight_bytes=shape.weight_bytes - shape.lookup_bytes)
     values = sum(math.prod(sizes) for sizes in tensor_shapes(folder).values())
@@ -157,10 +181,12 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
     return ModelShape(*sizes, weight_bytes=values * DTYPE_BYTES[dtype], max_len=c.max_len, build=Build.UNKNOWN)
 
 
-def batch_of(limits: Limits, device: torch.device) -> ledger.Batch:
+def batch_of(limits: Limits, device: torch.device, ranks: Ranks) -> ledger.Batch:
     sizes = (limits.max_rows, limits.max_step_tokens, limits.max_len)
     if not can_capture(device):
         return ledger.Batch(*sizes)
+    if not records(device, ranks):
+        return ledger.Batch(*sizes, is_fused=True)
     recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens))
     return ledger.Batch(*sizes, tuple(recorded), is_fused=True)
 
@@ -169,7 +195,24 @@ def executor_for(
     loaded: LoadedModel, cache: KVCache, limits: Limits, kernels: Kernels, device: torch.device
 ) -> Executor:
     rows = Rows(limits, Knobs(limits.max_rows, limits.vocab_size))
-    return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device))
+    return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device, loaded.ranks))
+
+
+def measured_scales(
+    settings: WorkerSettings, loaded: LoadedModel, dtype: str, kv_dtype: str, device: torch.device
+) -> Tensor:
+    """float32 [layers, 2, all KV heads of the model]. Raises SettingsError."""
+    if not loaded.ranks.are_several:
+        return static_scales(loaded, getattr(torch, dtype), getattr(torch, kv_dtype), device, Progress())
+    c, heads = loaded.config, read_shape(Path(settings.model), dtype).num_kv_heads
+    scales = kept_scales(loaded.digest, (c.num_layers, 2, heads))
+    if scales is None:
+        problem = (
+            "--kv-scales: static scales are measured with the whole model, which no rank of several holds; start it "
+            "once with --tp 1 and these settings on this machine, which keeps what it measures, or give block"
+        )
+        raise SettingsError([problem])
+    return scales
 
 
 def hello_for(
@@ -189,6 +232,8 @@ def hello_for(
         max_step_tokens=limits.max_step_tokens,
         max_len=limits.max_len,
         vocab_size=limits.vocab_size,
+        rank=max(settings.rank, 0),
+        world=settings.tp,
         pid=os.getpid(),
         memory=memory,
     )
@@ -202,13 +247,15 @@ def pool_sizes(
         layout,
         num_blocks=settings.num_blocks,
         kv_memory=settings.kv_memory,
-        spare=spare_bytes(device),
+        spare=spare_bytes(device) // (1 if has_own_memory(device) else settings.tp),
         share=OWN_SHARE if has_own_memory(device) else SHARED_SHARE,
         workspace=workspace,
         wanted=blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
     )
-    host_spare = spare_host_bytes() - (0 if has_own_memory(device) else num_blocks * layout.bytes_per_block)
-    return num_blocks, host_blocks(layout, settings.host_pool, host_spare, total_host_bytes())
+    # Of the host's memory each rank takes its share, as if all of them were here.
+    host_spare = spare_host_bytes() // settings.tp
+    host_spare -= 0 if has_own_memory(device) else num_blocks * layout.bytes_per_block
+    return num_blocks, host_blocks(layout, settings.host_pool, host_spare, total_host_bytes() // settings.tp)
 
 
 def warm_up(

@@ -5,6 +5,9 @@
     advances                         one ragged batch of the living; the dead answer what befell them
     draws                            become known tokens, so that the next plan may go on from them
 
+Of several ranks each runs every plan on its part of the model; what became of the rows is the same on all of them, but
+for log probabilities, which rank 0 alone knows.
+
 The executor has no policy and keeps no queue. What a plan may not say raises `PlanBroken`, which ends the lease; so
 does any other exception, since nobody can tell how far the step had come. A row's own misfortune is its outcome.
 """
@@ -50,8 +53,17 @@ class Executor:
         with torch.inference_mode():
             return self._run(plan, idle_s)
 
+    def place(self) -> str:
+        """Where the other ranks are to find this one in the next lease, if that is its task."""
+        return self.runner.ranks.place()
+
+    def begin(self, rendezvous: str, step_s: float) -> None:
+        """A lease begins: the ranks meet. No collective of theirs may take longer than `step_s`."""
+        self.runner.ranks.meet(rendezvous, step_s)
+
     def clear(self) -> None:
-        """The lease is over: rows and KV are lost."""
+        """The lease is over: rows and KV are lost, and the ranks part."""
+        self.runner.ranks.part_ways()
         self.rows.clear()
         if self.check is not None:
             self.check.clear()

@@ -6,25 +6,31 @@
 What a bad host block fills is unreadable until it is filled anew, by a move or from its first slot on. A row that would
 read it answers `kv_lost` instead, and the core computes its tokens again. Copies of an unreadable block are no better.
 
+Of several ranks each looks at its own part of a block, and a block that one of them cannot read is lost for all.
+
 What this file does not know: which rows there are. It is asked once for each plan, before anything is computed.
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kilburn.shared.types import Tier
 
 Pairs = Sequence[tuple[int, int]]
 NO_SUM = -1  # of a copy of what was unreadable itself
+Agree = Callable[[NDArray[np.bool_]], NDArray[np.bool_]]  # what this rank says -> what any says, place by place
 
 
 class SwapCheck:
     """Of one host pool. host_blocks [num_host_blocks, ...]: whole blocks, contiguous, in the host's memory."""
 
-    def __init__(self, host_blocks: Tensor) -> None:
+    def __init__(self, host_blocks: Tensor, agree: Agree = lambda flags: flags) -> None:
+        self._agree = agree
         self._blocks = host_blocks.view(torch.uint8).flatten(1)
         self._sums: dict[int, int] = {}
         self._unreadable: dict[int, int] = {}  # device block -> the host block that it came from
@@ -41,10 +47,10 @@ class SwapCheck:
         for source, destination in copies:
             self._fill(destination, self._unreadable.get(source))
         self._came_up = set()
-        for host, device in swaps_in:
-            is_sound = self._sums.get(host) == self._sum(host)
-            self._fill(device, None if is_sound else host)
-            if not is_sound:
+        spoilt = self._agree(np.array([self._sums.get(host) != self._sum(host) for host, _ in swaps_in], np.bool_))
+        for (host, device), is_spoilt in zip(swaps_in, spoilt.tolist(), strict=True):
+            self._fill(device, host if is_spoilt else None)
+            if is_spoilt:
                 self._came_up.add(device)
 
     def _fill(self, block: int, host: int | None) -> None:

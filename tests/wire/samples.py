@@ -23,6 +23,7 @@ HELLO = m.Hello(
     2,
     4711,
     m.WorkerMemory(538 << 20, 1 << 20, 2 << 20, 3000, 5 << 30),
+    "127.0.0.1:4711/00112233445566778899aabbccddeeff",
 )
 SAMPLING = Sampling(
     0.5,
@@ -65,7 +66,7 @@ FROM_WORKER: dict[str, m.FromWorker] = {
     "unpreparable": m.Unpreparable(9, 3, "no tokenizer"),
 }
 FROM_CONTROLLER: dict[str, m.FromController] = {
-    "welcome": m.Welcome(9, 0.5, 2.5, 2, "tcp://127.0.0.1:5556"),
+    "welcome": m.Welcome(9, 0.5, 2.5, 2, "127.0.0.1:4711/00112233445566778899aabbccddeeff", 60.0),
     "reject": m.Reject("another model"),
     "plan": m.StepPlan(
         9, 5, [3, 0, 1], [4, 1, 1], [0, 0, 2], [8, 9, 10], [ADMIT], [(1, 2)], [(3, 4), (5, 6)], [(2, 11)]
@@ -211,7 +212,7 @@ ANY: dict[type, st.SearchStrategy] = {
     m.Unpreparable: st.builds(m.Unpreparable, COUNTERS, COUNTERS, TEXTS),
     m.Prepare: st.builds(m.Prepare, COUNTERS, COUNTERS, DIGESTS, st.binary(max_size=64)),
     m.Forget: st.builds(m.Forget, COUNTERS, DIGESTS),
-    m.Welcome: st.builds(m.Welcome, COUNTERS, REALS, REALS, POSITIVES, TEXTS),
+    m.Welcome: st.builds(m.Welcome, COUNTERS, REALS, REALS, POSITIVES, TEXTS, REALS),
     m.Reject: st.builds(m.Reject, TEXTS),
     m.StepPlan: plans(),
     m.Drain: st.builds(m.Drain, COUNTERS),

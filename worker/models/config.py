@@ -10,12 +10,13 @@ This file does not import torch or transformers.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kilburn.shared.model_files import ModelRefused
 from kilburn.worker.models.rope import RopeSettings, read_rope
+from kilburn.worker.parallel import Part, cut_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_ids: tuple[int, ...]
     family: LlamaFamily | OptFamily | GenericFamily
+
+
+def part_of(config: ModelConfig, part: Part) -> ModelConfig:
+    """The sizes of what one rank computes; what is whole on every rank stays as it is."""
+    cut = cut_of(config.num_heads, config.num_kv_heads, 1, config.intermediate, part)
+    heads, kv_heads, inner = (share.stop - share.start for share in (cut.q, cut.kv, cut.inner))
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate=inner)
 
 
 def _words(text: str) -> frozenset[str]:

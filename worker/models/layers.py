@@ -8,7 +8,9 @@ read of the weights is what takes the time, the same packed weights go through `
 in order (`bench/products_cpu.py`).
 
 **Embedding** keeps the checkpoint's own table and dtype: on the CPU that is a view of the memory-mapped file, of which
-only the rows that are looked up become resident. So a tied head can be packed without holding the table twice.
+only the rows that are looked up become resident. So a tied head can be packed without holding the table twice. Of
+several ranks each has the rows of its share of the vocabulary; a token that another has is zero here, and the sum over
+all ranks is its embedding.
 """
 
 from typing import Protocol
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from kilburn.kernels.dispatch import few_rows_product
 from kilburn.worker.models.checkpoint import Checkpoint
+from kilburn.worker.parallel import Ranks
 
 FEW_ROWS = 64  # up to here products over panels are faster than oneDNN's
 
@@ -98,21 +101,55 @@ class Embedding:
         return F.embedding(ids, self._table).to(self._dtype)
 
 
+class SplitEmbedding:
+    """As Embedding, of a table whose rows lie with several ranks: here those from `first` on."""
+
+    __slots__ = ("_dtype", "_first", "_ranks", "_table")
+
+    def __init__(self, table: Tensor, first: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        self._table, self._first, self._dtype, self._ranks = table, first, dtype, ranks
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        places = ids - self._first
+        is_elsewhere = (places < 0) | (places >= len(self._table))
+        found = F.embedding(places.masked_fill(is_elsewhere, 0), self._table).to(self._dtype)
+        return self._ranks.sum(found.masked_fill(is_elsewhere[:, None], 0))
+
+
+Lookup = Embedding | SplitEmbedding
+
+
 def embedding(
-    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> Embedding:
+    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ranks: Ranks
+) -> Lookup:
     """The embedding whose table is called `name`."""
-    table = weights.take(name, *shape)
-    return Embedding(weights.apart(name) if device.type == "cpu" else owned(table, device, dtype), dtype)
+    rows = ranks.part.share(shape[0])
+    table = weights.take(name, *shape)[rows]
+    table = weights.apart(name)[rows] if device.type == "cpu" else owned(table, device, dtype)
+    return _lookup(table, dtype, ranks, rows)
 
 
 def tied_embedding(
-    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> tuple[Embedding, Linear]:
+    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ranks: Ranks
+) -> tuple[Lookup, Linear]:
     """The embedding whose table is called `name`, and the head that is the same table."""
-    table = weights.take(name, *shape)
-    weights.take_tied("lm_head.weight", table)
+    rows, whole = ranks.part.share(shape[0]), weights.take(name, *shape)
+    weights.take_tied("lm_head.weight", whole)
     if packs(device, dtype):
-        return Embedding(weights.apart(name), dtype), linear(table, None, device, dtype)
-    shared = owned(table, device, dtype)
-    return Embedding(shared, dtype), PlainLinear(shared, None)
+        return _lookup(weights.apart(name)[rows], dtype, ranks, rows), linear(whole[rows], None, device, dtype)
+    shared = owned(whole[rows], device, dtype)
+    return _lookup(shared, dtype, ranks, rows), PlainLinear(shared, None)
+
+
+def _lookup(table: Tensor, dtype: torch.dtype, ranks: Ranks, rows: slice) -> Lookup:
+    return SplitEmbedding(table, rows.start, dtype, ranks) if ranks.are_several else Embedding(table, dtype)
+
+
+def split_linear(
+    weight: Tensor, bias: Tensor | None, inputs: slice, device: torch.device, dtype: torch.dtype, ranks: Ranks
+) -> Linear:
+    """The part of a layer that takes these of its inputs; the sum of all ranks' results is the layer's.
+
+    The bias comes from rank 0 alone, since it is to be added once.
+    """
+    return linear(weight[:, inputs], bias if ranks.is_first else None, device, dtype)

@@ -6,7 +6,8 @@
                   x += fc2(act(fc1(norm(x))))                x = norm(x + fc2(act(fc1(x))))
     logits = head([projected](norm(x)))
 
-The table of positions starts with two rows that stand for padding and are never read.
+The table of positions starts with two rows that stand for padding and are never read. Of several ranks each has its
+heads, its share of the MLP and of the vocabulary; what `out`, `fc2` and `embed` give is summed over all of them.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,18 @@ from torch import Tensor
 
 from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.worker.models.checkpoint import Checkpoint
-from kilburn.worker.models.config import ModelConfig, OptFamily
-from kilburn.worker.models.layers import Embedding, Linear, embedding, linear, merged, owned, tied_embedding
+from kilburn.worker.models.config import ModelConfig, OptFamily, part_of
+from kilburn.worker.models.layers import (
+    Embedding,
+    Linear,
+    embedding,
+    linear,
+    merged,
+    owned,
+    split_linear,
+    tied_embedding,
+)
+from kilburn.worker.parallel import Ranks, cut_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 LEFTOVERS = ()
@@ -29,8 +40,10 @@ _NORM_EPS = 1e-5  # torch's own default: OPT's config has no setting for it
 class _Taker:
     """Takes the parameters of one model, with its prefix, device and dtype."""
 
-    def __init__(self, weights: Checkpoint, family: OptFamily, device: torch.device, dtype: torch.dtype) -> None:
-        self.weights, self.family, self.device, self.dtype = weights, family, device, dtype
+    def __init__(
+        self, weights: Checkpoint, family: OptFamily, device: torch.device, dtype: torch.dtype, ranks: Ranks
+    ) -> None:
+        self.weights, self.family, self.device, self.dtype, self.ranks = weights, family, device, dtype, ranks
         # Checkpoints from before the head had a module of its own lack the first part.
         self.prefix = "decoder." if "decoder.embed_tokens.weight" in weights else "model.decoder."
 
@@ -38,8 +51,15 @@ class _Taker:
         weight = self.weights.take(f"{self.prefix}{name}.weight", out, into)
         return weight, self.weights.take(f"{self.prefix}{name}.bias", out) if self.family.bias else None
 
-    def linear(self, name: str, out: int, into: int) -> Linear:
-        return linear(*self.raw(name, out, into), self.device, self.dtype)
+    def outputs(self, names: list[str], out: int, into: int, part: slice) -> Linear:
+        """Layers side by side, of each these outputs."""
+        taken = [self.raw(name, out, into) for name in names]
+        biases = [None if bias is None else bias[part] for _, bias in taken]
+        return merged([weight[part] for weight, _ in taken], biases, self.device, self.dtype)
+
+    def summed(self, name: str, out: int, into: int, part: slice) -> Linear:
+        """What takes these inputs of a layer; its results are summed over the ranks."""
+        return split_linear(*self.raw(name, out, into), part, self.device, self.dtype, self.ranks)
 
     def plain_linear(self, name: str, out: int, into: int) -> Linear:
         return linear(self.weights.take(f"{self.prefix}{name}.weight", out, into), None, self.device, self.dtype)
@@ -70,13 +90,13 @@ class Layer:
     __slots__ = ("attn_norm", "fc1", "fc2", "mlp_norm", "out", "qkv")
 
     def __init__(self, config: ModelConfig, index: int, take: _Taker) -> None:
-        at, hidden = f"layers.{index}.", config.hidden
-        qkv = [take.raw(f"{at}self_attn.{name}_proj", hidden, hidden) for name in ("q", "k", "v")]
-        self.qkv = merged([w for w, _ in qkv], [b for _, b in qkv], take.device, take.dtype)
-        self.out = take.linear(f"{at}self_attn.out_proj", hidden, hidden)
+        at, hidden, inner = f"layers.{index}.", config.hidden, config.intermediate
+        cut = cut_of(config.num_heads, config.num_kv_heads, config.head_dim, inner, take.ranks.part)
+        self.qkv = take.outputs([f"{at}self_attn.{name}_proj" for name in "qkv"], hidden, hidden, cut.q)
+        self.out = take.summed(f"{at}self_attn.out_proj", hidden, hidden, cut.q)
         self.attn_norm = take.norm(f"{at}self_attn_layer_norm", hidden)
-        self.fc1 = take.linear(f"{at}fc1", config.intermediate, hidden)
-        self.fc2 = take.linear(f"{at}fc2", hidden, config.intermediate)
+        self.fc1 = take.outputs([f"{at}fc1"], inner, hidden, cut.inner)
+        self.fc2 = take.summed(f"{at}fc2", hidden, inner, cut.inner)
         self.mlp_norm = take.norm(f"{at}final_layer_norm", hidden)
         take.weights.forget()
 
@@ -91,17 +111,19 @@ class OptModel:
         weights: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
+        ranks: Ranks,
     ) -> None:
-        self.config, self._norm_first = config, family.norm_first
+        self.config, self._ranks, self._norm_first = part_of(config, ranks.part), ranks, family.norm_first
         self._activation = ACTIVATIONS[family.activation]
-        take = _Taker(weights, family, device, dtype)
+        take = _Taker(weights, family, device, dtype, ranks)
         hidden, width = config.hidden, family.embed_width
         name, shape = f"{take.prefix}embed_tokens.weight", (config.vocab_size, width)
         if config.tie_word_embeddings:
-            self._embed, self._head = tied_embedding(weights, name, shape, device, dtype)
+            self._embed, self._head = tied_embedding(weights, name, shape, device, dtype, ranks)
         else:
-            self._embed = embedding(weights, name, shape, device, dtype)
-            self._head = linear(weights.take("lm_head.weight", *shape), None, device, dtype)
+            self._embed = embedding(weights, name, shape, device, dtype, ranks)
+            head = weights.take("lm_head.weight", *shape)[ranks.part.share(config.vocab_size)]
+            self._head = linear(head, None, device, dtype)
         places = weights.take(f"{take.prefix}embed_positions.weight", config.max_len + _POSITION_OFFSET, hidden)
         self._places = Embedding(owned(places[_POSITION_OFFSET:], device, dtype), dtype)
         projected = width != hidden
@@ -115,7 +137,7 @@ class OptModel:
     @torch.inference_mode()
     def forward(self, ids: Tensor, pool: Tensor, batch: Batch, kernels: Kernels, scales: Scales = None) -> Tensor:
         """ids int64 [T] -> hidden [T, embed_width]; writes each token's KV into pool [num_blocks, L, 2, Hkv, bs, D]."""
-        heads = (-1, self.config.num_heads, self.config.head_dim)
+        heads, ranks = (-1, self.config.num_heads, self.config.head_dim), self._ranks
         x = self._embed(ids)
         if self._project_in is not None:
             x = self._project_in(x)
@@ -125,10 +147,11 @@ class OptModel:
             h = layer.attn_norm(x) if self._norm_first else x
             q, k, v = [part.view(heads) for part in layer.qkv(h).chunk(3, dim=-1)]
             kernels.kv_write(q, k, v, kv, batch, None, scale)
-            x = x + layer.out(kernels.paged_attention(q, kv, batch, self._scale, scales=scale).flatten(1))
+            attended = kernels.paged_attention(q, kv, batch, self._scale, scales=scale)
+            x = x + ranks.sum(layer.out(attended.flatten(1)))
             x = x if self._norm_first else layer.attn_norm(x)
             h = layer.mlp_norm(x) if self._norm_first else x
-            x = x + layer.fc2(self._activation(layer.fc1(h)))
+            x = x + ranks.sum(layer.fc2(self._activation(layer.fc1(h))))
             x = x if self._norm_first else layer.mlp_norm(x)
         if self._norm is not None:
             x = self._norm(x)
@@ -136,5 +159,5 @@ class OptModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, embed_width] of the rows that sample -> float32 [R, vocab]."""
-        return self._head(hidden).float()
+        """hidden [R, embed_width] of the rows that sample -> float32 [R, vocab]; of ranks > 0 their own columns."""
+        return self._ranks.columns(self._head(hidden), self.config.vocab_size).float()

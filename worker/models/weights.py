@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -32,6 +32,7 @@ from kilburn.worker.models.config import (
 )
 from kilburn.worker.models.llama import LlamaModel
 from kilburn.worker.models.opt import OptModel
+from kilburn.worker.parallel import Ranks
 
 _DOMAIN = b"kilburn.model.1\0"
 _READ_BYTES = 1 << 22
@@ -54,9 +55,10 @@ class Model(Protocol):
 class LoadedModel:
     """A model, what it is, and its name: 32 bytes that differ whenever its KV would."""
 
-    config: ModelConfig
+    config: ModelConfig  # of the part, where there are several ranks
     model: Model
     digest: bytes
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def load(
@@ -66,20 +68,22 @@ def load(
     on_progress: OnProgress | None = None,
     kv_dtype: torch.dtype | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """The model in `folder`, computing in `dtype` on `device`. Raises ModelRefused with what to change.
 
-    `kv_dtype` (default: dtype) and `revision` (default: the commit of a hub snapshot) enter the digest only.
+    `kv_dtype` (default: dtype) and `revision` (default: the commit of a hub snapshot) enter the digest only. Of several
+    `ranks` each reads its own part; their digest is that of the whole.
     """
-    settings = read_settings(folder)
+    settings, ranks = read_settings(folder), ranks or Ranks()
     config = read_config(folder) if is_own(architecture_of(settings)) else None
     with Checkpoint(folder, on_progress) as weights:
         if config is not None:
             match config.family:
                 case LlamaFamily() as family:
-                    model: Model = LlamaModel(config, family, weights, device, dtype)
+                    model: Model = LlamaModel(config, family, weights, device, dtype, ranks)
                 case OptFamily() as family:
-                    model = OptModel(config, family, weights, device, dtype)
+                    model = OptModel(config, family, weights, device, dtype, ranks)
                 case GenericFamily():
                     raise ModelRefused(f"{folder}: {config.architecture} has no decoder here")
                 case _:
@@ -92,7 +96,7 @@ def load(
         digest = model_digest(
             folder, settings.values, weights, model.config, dtype, kv_dtype or dtype, revision, on_progress
         )
-    return LoadedModel(model.config, model, digest)
+    return LoadedModel(model.config, model, digest, ranks)
 
 
 def model_digest(
