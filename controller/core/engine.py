@@ -51,6 +51,7 @@ from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import Home
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefixes import PinGroup
+from kilburn.controller.core.ranks import Muster, RanksDisagree
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
@@ -105,7 +106,9 @@ class Engine:
     ) -> None:
         self.settings = settings
         self._new_pool = new_pool
-        self._homes: dict[bytes, Home] = {}
+        self._homes: dict[bytes, Home] = {}  # by rank 0
+        self._leads: dict[bytes, bytes] = {}  # of every other rank: rank 0
+        self._muster = Muster()
         self._groups: dict[int, Group] = {}
         self._placed: dict[int, Home] = {}
         self._homeless = Homeless(settings.recovery_s)
@@ -313,22 +316,22 @@ class Engine:
         if isinstance(message, Hello):
             self._hello(peer, message, now, effects)
             return
-        home = self._homes.get(peer)
+        home = self._homes.get(self._leads.get(peer, peer))
         lease = getattr(message, "lease", None)
         if home is None or (lease is not None and lease != home.lease.id):
             if home is None and lease is not None:
                 effects.append(Send(peer, Gone(lease, "this lease is over")))
+            elif isinstance(message, Goodbye):
+                self._muster.forget(peer)
             return
-        home.lease.heard(now)
+        home.lease.heard(peer, now)
         match message:
-            case StepResult():
-                self._result(home, message, now, effects)
+            case StepResult() | StepDone():
+                self._answered(home, home.lease.ranks[peer], message, now, effects)
             case StepFailed(reason=reason):
                 self._end_lease(peer, f"a step failed: {reason}", now, effects)
             case Goodbye(reason=reason):
                 self._end_lease(peer, f"the worker left: {reason}", now, effects)
-            case StepDone():
-                self._end_lease(peer, "a step was confirmed by a rank that this group does not have", now, effects)
             case Beat():
                 home.lease.num_beats_heard += 1
             case Prepared() | Unpreparable():
@@ -345,57 +348,73 @@ class Engine:
             if home.lease.hello.name == hello.name:
                 self._end_lease(other, "another worker took its name", now, effects)
         self._model_digest = hello.model_digest
+        self._muster.add(peer, hello)
+        if self._muster.is_complete(hello.name):
+            self._welcome(*self._muster.take(hello.name), now, effects)
+        else:
+            num_present, world = self._muster.present[hello.name]
+            text = f"rank {hello.rank} of {hello.name}: {num_present} of {world} are there"
+            effects.append(Note(NoteKind.RANK_WAITS, text))
+
+    def _welcome(self, peers: list[bytes], hello: Hello, now: float, effects: list[Effect]) -> None:
+        """All ranks of a worker group are there."""
         self._leases_began += 1
         settings = self.settings
-        lease = Lease(self._leases_began, peer, hello, settings.beat_s, settings.silence_s, now)
+        lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now)
         pool = self._new_pool(hello.num_blocks)
         hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
         scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness, settings.prepare_s)
-        self._homes[peer] = Home(lease, scheduler)
+        home = self._homes[lease.peer] = Home(lease, scheduler)
+        self._leads |= dict.fromkeys(peers[1:], lease.peer)
         lease.move(LeaseState.READY)
-        effects.extend(self._pinning.restore(self._homes[peer], self._homeless.groups))
-        welcome = Welcome(lease.id, settings.beat_s, settings.silence_s, settings.depth)
-        effects.append(Send(peer, welcome))
-        effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks"))
+        effects.extend(self._pinning.restore(home, self._homeless.groups))
+        times = (settings.beat_s, settings.silence_s, settings.depth)
+        self._tell(home, Welcome(lease.id, *times, hello.rendezvous, settings.step_deadline_s), effects)
+        ranks = f", {len(peers)} ranks" if len(peers) > 1 else ""
+        effects.append(Note(NoteKind.LEASE_BEGAN, f"lease {lease.id}: {hello.name}, {hello.num_blocks} blocks{ranks}"))
+
+    @staticmethod
+    def _tell(home: Home, message: FromController, effects: list[Effect], but: bytes | None = None) -> None:
+        """All ranks of a worker group hear the same."""
+        effects.extend([Send(peer, message) for peer in home.lease.peers if peer != but])
 
     def _objection(self, hello: Hello) -> str | None:
         if self._is_closing and not self._groups:
             return "the controller is shutting down"
-        if hello.world != 1 or hello.rank != 0:
-            return "this controller serves worker groups of one rank"
         if hello.num_blocks < 1:
             return "a worker needs at least one block; raise --kv-memory"
         if self._model_digest not in (None, hello.model_digest):
             return "this controller serves another model; start a controller for each"
-        return None
+        return self._muster.objection(hello)
 
-    def _result(self, home: Home, result: StepResult, now: float, effects: list[Effect]) -> None:
-        flights = home.scheduler.flights
-        if result.step <= home.scheduler.last_step:
-            return  # committed already
-        expected = flights[0].step if flights else None
-        if result.step != expected:
-            self._end_lease(home.lease.peer, f"step {result.step} answered, expected {expected}", now, effects)
-            return
+    def _answered(
+        self, home: Home, rank: int, message: StepResult | StepDone, now: float, effects: list[Effect]
+    ) -> None:
+        """A rank is done with a step; those that all are done with are committed."""
         try:
-            home.scheduler.commit(result, now, effects)
-        except Disagreement as doubt:
+            home.agreement.hear(rank, message)
+            while (result := home.agreement.settle()) is not None:
+                home.scheduler.commit(result, now, effects)
+        except (Disagreement, RanksDisagree) as doubt:
             self._forget_ended(home)
             self._end_lease(home.lease.peer, str(doubt), now, effects)
             return
         self._forget_ended(home)
 
     def _end_lease(self, peer: bytes, reason: str, now: float, effects: list[Effect], is_told: bool = True) -> None:
-        home = self._homes.pop(peer, None)
+        """For all ranks of the worker group that this one is of. `is_told`: whether it is to hear of it, too."""
+        home = self._homes.pop(self._leads.get(peer, peer), None)
         if home is None:
+            self._muster.forget(peer)
             return
+        for rank in home.lease.peers[1:]:
+            del self._leads[rank]
         home.lease.move(LeaseState.GONE)
         self._leases_ended += 1
-        if is_told:
-            effects.append(Send(peer, Gone(home.lease.id, reason)))
+        self._tell(home, Gone(home.lease.id, reason), effects, but=None if is_told else peer)
         effects.append(Note(NoteKind.LEASE_ENDED, f"lease {home.lease.id}: {reason}"))
         pool = home.scheduler.pool
         names = [*pool.journal.withdrawn, *pool.all_names()]
@@ -412,13 +431,14 @@ class Engine:
         for peer, home in list(self._homes.items()):
             home.lease.doubt(now)
             if home.lease.is_silent(now):
-                self._end_lease(peer, f"silent for {self.settings.silence_s:g} s", now, effects)
+                who = f"rank {home.lease.most_silent} was " if len(home.lease.peers) > 1 else ""
+                self._end_lease(peer, f"{who}silent for {self.settings.silence_s:g} s", now, effects)
             elif home.scheduler.flights and now >= self._step_deadline(home):
                 step = home.scheduler.flights[0].step
                 self._end_lease(peer, f"step {step} took over {self.settings.step_deadline_s:g} s", now, effects)
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
-                effects.append(Send(peer, Beat(home.lease.id, home.scheduler.counters.steps)))
+                self._tell(home, Beat(home.lease.id, home.scheduler.counters.steps), effects)
             if home.scheduler.line.waiting.preparing:
                 home.scheduler.line.give_up_grammars(now, effects)
                 self._forget_ended(home)
@@ -456,7 +476,8 @@ class Engine:
             plan = scheduler.plan(now, effects)
             if plan is None:
                 break
-            effects.append(Send(home.lease.peer, plan))
+            home.agreement.planned(plan)
+            self._tell(home, plan, effects)
         scheduler.note_stall(now)
         if scheduler.line.ended:
             self._forget_ended(home)
@@ -477,8 +498,7 @@ class Engine:
         for home in self._homes.values():
             if home.lease.state is not LeaseState.DRAINING:
                 home.lease.move(LeaseState.DRAINING)
-                message: FromController = Drain(home.lease.id)
-                effects.append(Send(home.lease.peer, message))
+                self._tell(home, Drain(home.lease.id), effects)
 
     # --- for onlookers, and for the day a law is broken
 

@@ -270,6 +270,7 @@ class Turned:
 class NoteKind(Enum):
     PREEMPTED = "preempted"
     RETURNED = "returned"  # a preempted group is all there again
+    RANK_WAITS = "rank waits"  # for the others of its group
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LAW_BROKEN = "law broken"

@@ -3,9 +3,11 @@
     heard_at --- silence_s / 2 --> SUSPECT (no new requests are placed there) --- silence_s --> GONE
 
 A lease ends once and for ever; whatever its worker says afterwards carries an old number and is dropped. The worker
-comes back by a new Hello, with empty pools.
+comes back by a new Hello, with empty pools. The ranks of a group have one lease, which needs all of them: it was heard
+when the most silent one was.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 from kilburn.shared.messages import Hello
@@ -40,9 +42,10 @@ if MOVES.keys() != set(LeaseState):
 
 
 class Lease:
-    """Of one peer, from its Hello on."""
+    """Of one worker group, from its Hello on. `peers`: its ranks, in their order."""
 
     __slots__ = (
+        "_heard",
         "beat_s",
         "heard_at",
         "hello",
@@ -50,13 +53,18 @@ class Lease:
         "next_beat_at",
         "num_beats_heard",
         "num_beats_sent",
-        "peer",
+        "peers",
+        "ranks",
         "silence_s",
         "state",
     )  # fmt: skip
 
-    def __init__(self, id: int, peer: bytes, hello: Hello, beat_s: float, silence_s: float, now: float) -> None:
-        self.id, self.peer, self.hello = id, peer, hello
+    def __init__(
+        self, id: int, peers: Sequence[bytes], hello: Hello, beat_s: float, silence_s: float, now: float
+    ) -> None:
+        self.id, self.peers, self.hello = id, tuple(peers), hello
+        self.ranks = {peer: rank for rank, peer in enumerate(peers)}
+        self._heard = [now] * len(self.peers)
         self.beat_s, self.silence_s = beat_s, silence_s
         self.state = LeaseState.JOINING
         self.heard_at = now
@@ -73,9 +81,20 @@ class Lease:
     def takes_requests(self) -> bool:
         return self.state is LeaseState.READY
 
-    def heard(self, now: float) -> None:
-        self.heard_at = now
-        if self.state is LeaseState.SUSPECT:
+    @property
+    def peer(self) -> bytes:
+        """Rank 0, by which the group is known."""
+        return self.peers[0]
+
+    @property
+    def most_silent(self) -> int:
+        """The rank that was not heard for longest."""
+        return self._heard.index(self.heard_at)
+
+    def heard(self, peer: bytes, now: float) -> None:
+        self._heard[self.ranks[peer]] = now
+        self.heard_at = min(self._heard)
+        if self.state is LeaseState.SUSPECT and now < self.heard_at + self.silence_s / 2:
             self.move(LeaseState.READY)
 
     def is_silent(self, now: float) -> bool:

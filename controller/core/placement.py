@@ -6,17 +6,19 @@ What it does not know yet: who has the longest cached prefix.
 from collections.abc import Iterable
 
 from kilburn.controller.core.lease import Lease
+from kilburn.controller.core.ranks import Agreement
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
 
 
 class Home:
-    """A worker group as the engine sees it: its lease and what is scheduled on it."""
+    """A worker group as the engine sees it: its lease, what is scheduled on it, and what its ranks agree upon."""
 
-    __slots__ = ("lease", "scheduler")
+    __slots__ = ("agreement", "lease", "scheduler")
 
     def __init__(self, lease: Lease, scheduler: Scheduler) -> None:
         self.lease, self.scheduler = lease, scheduler
+        self.agreement = Agreement(len(lease.peers))
 
     def fits(self, group: Group) -> bool:
         first = group.live[0]

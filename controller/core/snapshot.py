@@ -19,7 +19,8 @@ class GroupSnapshot:
     name: str
     lease: int
     state: LeaseState
-    pid: int
+    ranks: int  # amounts of memory are each rank's own
+    pid: int  # of rank 0
     heard_at: float  # on the clock of whoever turns the engine
     beats_heard: int
     beats_sent: int
@@ -172,6 +173,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         name=hello.name,
         lease=lease.id,
         state=lease.state,
+        ranks=len(lease.peers),
         pid=hello.pid,
         heard_at=lease.heard_at,
         beats_heard=lease.num_beats_heard,

@@ -33,7 +33,7 @@ CORE_LAYERS = (
     ("block_map", "door", "homeless", "limits", "pinning"),
     ("snapshot",),
     ("placement",),
-    ("scheduler", "lease"),
+    ("scheduler", "lease", "ranks"),
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),

@@ -100,7 +100,9 @@ def test_figure_9_dropped_beams_give_their_blocks_back_in_the_same_commit() -> N
     assert {block for block in range(24) if pool.refs(block)} == owned
     assert (pool.refs(0), pool.refs(1), pool.refs(3)) == (4, 3, 3)
 
-    hand.scheduler().commit(hand.worker().run_next(), hand.now, [])  # and nothing is planned yet
+    agreement = hand.home().agreement
+    agreement.hear(0, hand.worker().run_next())
+    hand.scheduler().commit(agreement.settle(), hand.now, [])  # and nothing is planned yet
     assert [hand.table(request, i) for i in range(4)] == [[0, 1, 3, 6], [0, 1, 3, 6], [0, 1, 3, 7], [0, 1, 3, 7]]
     assert {block for block in range(24) if pool.refs(block)} == owned - {2, 4, 5, 8}
     assert [pool.refs(block) for block in (0, 1, 3, 6, 7)] == [4, 4, 4, 2, 2]

@@ -56,7 +56,7 @@ def expect_recovery(hand: Hand, peer: bytes = b"w-2") -> None:
 def test_welcome_says_what_is_expected() -> None:
     hand = Hand(SETTINGS)
     hand.join()
-    assert messages(hand, Welcome) == [Welcome(lease=1, beat_s=1.0, silence_s=4.0, depth=2)]
+    assert messages(hand, Welcome) == [Welcome(lease=1, beat_s=1.0, silence_s=4.0, depth=2, step_s=10.0)]
     assert hand.snapshot().state is LeaseState.READY
     assert hand.engine.snapshot().can_produce
 
@@ -65,8 +65,7 @@ def test_welcome_says_what_is_expected() -> None:
     ("change", "words"),
     [
         ({"model_digest": b"x" * 32}, "another model"),
-        ({"world": 2}, "one rank"),
-        ({"rank": 1}, "one rank"),
+        ({"rank": 1}, "counted from 0"),
         ({"num_blocks": 0}, "--kv-memory"),
     ],
 )
@@ -247,7 +246,7 @@ def test_a_result_at_its_very_deadline_is_in_time() -> None:
     [
         (Arrived(b"w-1", StepFailed(1, 3, "out of memory")), "a step failed: out of memory"),
         (Arrived(b"w-1", Goodbye("stopped by hand")), "the worker left: stopped by hand"),
-        (Arrived(b"w-1", StepDone(1, 3, b"d" * 32)), "a rank that this group does not have"),
+        (Arrived(b"w-1", StepDone(1, 3, b"d" * 32)), "rank 0 answers, the others confirm"),
         (Left(b"w-1", "sent garbage"), "sent garbage"),
     ],
 )
@@ -402,7 +401,7 @@ def test_a_lease_that_drains_gets_no_plans() -> None:
 @pytest.mark.parametrize("state", list(LeaseState))
 def test_only_the_moves_of_the_table_are_made(state: LeaseState) -> None:
     for to in LeaseState:
-        lease = Lease(1, b"w", hello(), beat_s=1.0, silence_s=4.0, now=0.0)
+        lease = Lease(1, [b"w"], hello(), beat_s=1.0, silence_s=4.0, now=0.0)
         lease.state = state
         if to in MOVES[state]:
             lease.move(to)
