@@ -471,7 +471,7 @@ class Engine:
         scheduler = home.scheduler
         if home.lease.state is LeaseState.DRAINING:
             return  # a named prefix is not waited for, and not begun
-        effects.extend(Send(home.lease.peer, word) for word in scheduler.line.grammars.speak(now))
+        effects.extend(Send(home.lease.peer, word) for word in scheduler.line.grammars.speak(now))  # who draws
         while len(scheduler.flights) < self.settings.depth:
             plan = scheduler.plan(now, effects)
             if plan is None:
