@@ -16,6 +16,7 @@ from kilburn.controller.template import Message, TemplateRefused
 from kilburn.controller.text import ChatOptions, Text
 
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
@@ -40,12 +41,15 @@ def _message(given: Any, where: str) -> Message:
     message["content"] = text_of(content, f"{where}.content")
     if calls:
         message["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", *REASONING):
         value = given.get(name)
         if value is not None:
             if not isinstance(value, str):
                 raise bad_request(f"{where}.{name}", f"{where}.{name} must be a string")
             message[name] = value
+    thought = next((message[name] for name in REASONING if name in message), None)
+    if thought is not None:  # templates read it under one name or another
+        message = {"thinking": thought, **message, "reasoning_content": thought}
     return message
 
 
