@@ -31,6 +31,7 @@ from kilburn.controller.page.feed import Feed
 from kilburn.controller.page.picture import Picture, Rates, Totals
 from kilburn.controller.registry import Announcement, PrefixRegistry
 from kilburn.controller.registry_opening import registry_for, salts_for
+from kilburn.controller.streams import Streams
 from kilburn.controller.telling import Teller
 from kilburn.controller.text import Text, TextError, read_folder
 from kilburn.controller.tracing import Tracing, exporter_to
@@ -166,7 +167,7 @@ async def running_controller(
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
-        asking=Asking(text, driver, salts, settings.max_choices, settings.least_priority),
+        asking=Asking(text, driver, salts, settings.max_choices, settings.least_priority, settings.max_prompt_logprobs),
         streams=driver.streams,
         names=driver.names,
         chronicle=driver.chronicle,
@@ -179,6 +180,7 @@ async def running_controller(
     )
     app = application(service, keyring, settings.max_body)
     runner = runner_of(app)
+    alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:
         registry.start()
         await link.start()
@@ -187,6 +189,7 @@ async def running_controller(
         _announce(registry, settings, driver, address)
         yield Running(address, link.endpoint, model_name, driver, app, service.feed)
     finally:
+        alive.cancel()
         await runner.cleanup()
         driver.close()
         await registry.close()
@@ -194,6 +197,13 @@ async def running_controller(
         if driver.tracing is not None:
             await asyncio.to_thread(driver.tracing.close)
         text.close()
+
+
+async def _keep_alive(streams: Streams, silence_s: float) -> None:
+    """Long silences are broken, so that nobody between here and a reader takes its connection for a dead one."""
+    while silence_s > 0.0:
+        await asyncio.sleep(silence_s / 4)
+        streams.keep_alive(silence_s)
 
 
 def _tell_stories(

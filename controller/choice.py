@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kilburn.controller.core.events import Beam, BeamSettings
 from kilburn.controller.detokenize import Detokenizer, StopStrings
+from kilburn.controller.scores import PromptScores
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
 
@@ -66,6 +67,11 @@ class Ask:
     tenant: bytes = b""
     weight: float = 1.0
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether it is asked how likely the prompt was."""
+        return self.sampling.prompt_logprobs >= 0
+
 
 @dataclass(slots=True)
 class Scored:
@@ -88,6 +94,7 @@ class Delta:
     message: str = ""
     beam: Beam | None = None  # of a beam search: what its choice scored
     stop: str = ""  # the stop string that ended it
+    prompt: PromptScores | None = None  # how likely the prompt was, where that was asked for; in the first delta
 
 
 class Choice:
@@ -101,6 +108,7 @@ class Choice:
         "_message",
         "_min_tokens",
         "_out",
+        "_prompt",
         "_scored",
         "_scored_out",
         "_stop_ids",
@@ -126,10 +134,16 @@ class Choice:
         self._stop_ids = frozenset(ask.sampling.stop_ids)
         self._include_stop = ask.include_stop
         self._min_tokens = ask.sampling.min_tokens
-        self._out = [ask.prefix] if ask.prefix else []
+        self._prompt: PromptScores | None = None
+        self._out = [ask.prefix] if ask.prefix and not ask.is_scored else []
         self._length = self._let_out = len(ask.prefix)  # of the text decoded, and of the text let out
         self._scored: list[tuple[Scored, int]] = []  # (token, where its text ends or -1), until its text is out
         self._scored_out: list[Scored] = []
+
+    def begin(self, prefix: str, scores: PromptScores) -> None:
+        """It is known how likely the prompt was: the echo leaves with that."""
+        self._prompt = scores
+        self._out.insert(0, prefix)
 
     def feed(self, token: int, logprobs: tuple[tuple[int, float], ...]) -> bool:
         """The sequence went on. True: this completed a stop string, and the choice has ended."""
@@ -205,7 +219,8 @@ class Choice:
         finish = None if self._told else self.finish
         self._told = self.finish is not None
         stop = self._stops.completed if self._stops is not None else ""
-        return Delta(self.index, text, scored, finish, self._message, self.beam, stop)
+        prompt, self._prompt = self._prompt, None
+        return Delta(self.index, text, scored, finish, self._message, self.beam, stop, prompt)
 
     @property
     def num_held_characters(self) -> int:
@@ -214,4 +229,4 @@ class Choice:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._out or self._scored_out) or (self.finish is not None and not self._told)
+        return bool(self._out or self._scored_out or self._prompt) or (self.finish is not None and not self._told)

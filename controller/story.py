@@ -63,6 +63,8 @@ class Record:
     num_tokens: int = 0
     turns: list[Happened] = field(default_factory=list)
     num_turns_dropped: int = 0
+    num_preempted: int = 0
+    swap_s: float = 0.0  # blocks on their way to the host and back
     reasons: dict[int, FinishReason] = field(default_factory=dict)  # of the choices that have ended
     message: str = ""
     end: End | None = None
@@ -70,6 +72,10 @@ class Record:
     tokens: dict[int, list[int]] = field(default_factory=dict)
 
     def turned(self, turned: Turned, now: float) -> None:
+        if turned.turn is Turn.PREEMPTED:
+            self.num_preempted += 1
+        elif turned.turn in (Turn.SWAPPED_OUT, Turn.SWAPPED_IN) and turned.since is not None:
+            self.swap_s += now - turned.since
         if len(self.turns) < MOST_TURNS:
             self.turns.append(Happened(turned.turn, now, turned.text, turned.since))
         else:

@@ -19,16 +19,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kilburn.controller.choice import Ask, Choice, Delta
-from kilburn.controller.core.events import Beam, Cancel, Emit, Event, Finished, Refused, Started, Stop, Submit
+from kilburn.controller.core.events import (
+    Beam,
+    Cancel,
+    Emit,
+    Event,
+    Finished,
+    PromptScored,
+    Refused,
+    Started,
+    Stop,
+    Submit,
+)
 from kilburn.controller.counts import Counts, Pace
 from kilburn.controller.detokenize import Detokenizer
 from kilburn.controller.onlookers import Onlookers
+from kilburn.controller.scores import PromptScores
 from kilburn.controller.story import Chronicle
+from kilburn.controller.timings import Timings
 from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn")
 
-TextEffect = Refused | Started | Emit | Finished | Beam
+TextEffect = Refused | Started | PromptScored | Emit | Finished | Beam
 
 
 class Answer:
@@ -43,8 +56,11 @@ class Answer:
         self.request_ids: list[int] = []
         self.num_open = 0  # choices that go on
         self.is_streamed = False
+        self.is_scored = False  # how likely prompts were is a part of it
+        self.timings = Timings()  # known at the end
         self._news: list[Choice] = []
         self._heard: asyncio.Future[None] | None = None
+        self._waits_since: float | None = None  # for news, as a stream does
 
     @property
     def num_tokens(self) -> int:
@@ -66,13 +82,20 @@ class Answer:
             self._heard.set_result(None)
 
     async def deltas(self) -> list[Delta]:
-        """What is new, once anything is. [] when the answer is over."""
+        """What is new, once anything is. [] when the answer is over, or after a long silence."""
         self.is_streamed = True
-        while not self._news and not self.is_over:
-            self._heard = asyncio.get_running_loop().create_future()
+        if not self._news and not self.is_over:
+            loop = asyncio.get_running_loop()
+            self._heard, self._waits_since = loop.create_future(), loop.time()
             await self._heard
+            self._waits_since = None
         news, self._news = self._news, []
         return [choice.take() for choice in news]
+
+    def wake_if_silent(self, since: float) -> None:
+        """Whoever has waited since then, or longer, may tell its reader that it is still there."""
+        if self._waits_since is not None and self._waits_since <= since:
+            self.wake()
 
     async def whole(self) -> list[Delta]:
         """Each choice as one delta, in order of index, once all have ended."""
@@ -105,6 +128,8 @@ class _Open:
     num_open: int  # choices that go on
     num_prompt: int
     pace: Pace
+    prefix: str = ""  # that the choices begin with
+    scores: PromptScores | None = None  # of the prompt, until all are there
 
 
 class Streams:
@@ -154,7 +179,13 @@ class Streams:
             answer.request_ids.append(request_id)
             answer.num_open += ask.n
             pace = Pace(self.counts, ask.n, ask.max_tokens, now)
-            self._open[request_id] = _Open(answer, choices, ask.n, len(ask.prompt), pace)
+            request = _Open(answer, choices, ask.n, len(ask.prompt), pace, ask.prefix)
+            self._open[request_id] = request
+            if ask.is_scored:
+                answer.is_scored = True
+                echo = self._detokenizer(ask.skip_special) if ask.prefix else None
+                request.scores = PromptScores(ask.prompt, echo)
+                self._begin_if_scored(request)
             for choice in choices:
                 if choice.has_news:
                     answer.tell(choice)
@@ -177,6 +208,12 @@ class Streams:
             if not heard.done():
                 heard.set_result(None)
         self._unheard.clear()
+
+    def keep_alive(self, silence_s: float) -> None:
+        """Streams that have said nothing for so long get to say that they are there."""
+        since = asyncio.get_running_loop().time() - silence_s
+        for answer in self._answers:
+            answer.wake_if_silent(since)
 
     def leave(self, answer: Answer) -> None:
         """Nobody waits for this answer any more. Frees whatever it still holds; no effect on one that is over."""
@@ -240,6 +277,10 @@ class Streams:
             if choice.finish is None:
                 choice.end(effect.reason, effect.message)
                 self._ended(effect.request_id, request, choice, now)
+        elif type(effect) is PromptScored:
+            if request.scores is not None:
+                request.scores.add(effect)
+                self._begin_if_scored(request)
         elif type(effect) is Started:
             request.answer.cached_tokens += effect.cached_tokens
             self._tell_onlookers(request.pace.started, request.num_prompt, effect.cached_tokens, now)
@@ -248,6 +289,15 @@ class Streams:
             request.answer.refused = effect
             self._give_up(request.answer)  # of several prompts one refused is all refused
             request.answer.wake()
+
+    @staticmethod
+    def _begin_if_scored(request: _Open) -> None:
+        """Once the prompt's log probabilities are all there."""
+        if request.scores is not None and request.scores.is_complete:
+            for choice in request.choices:
+                choice.begin(request.prefix, request.scores)
+                request.answer.tell(choice)
+            request.scores = None
 
     def _ended(self, request_id: int, request: _Open, choice: Choice, now: float) -> None:
         request.num_open -= 1

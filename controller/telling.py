@@ -55,7 +55,7 @@ def as_data(record: Record, wall: Callable[[float], float]) -> dict[str, object]
         "started_s": _after(record, record.started_at),
         "first_token_s": _after(record, record.first_token_at),
         "ended_s": _after(record, end.at if end is not None else None),
-        "preemptions": record.count(Turn.PREEMPTED),
+        "preemptions": record.num_preempted,
         "turns": [_turn_data(record, happened) for happened in record.turns],
         "turns_dropped": record.num_turns_dropped,
     }
@@ -92,6 +92,6 @@ def as_line(record: Record) -> str:
         ending = f"{end.how} after {end.at - record.submitted_at:.3f} s" + (f": {end.message}" if end.message else "")
     counts = (
         f"{record.num_prompt} prompt tokens, {record.count(Turn.CHUNK)} chunks, {record.num_tokens} tokens drawn, "
-        f"{record.count(Turn.PREEMPTED)} preemptions"
+        f"{record.num_preempted} preemptions"
     )
     return f"request {record.origin.answer_id or record.request_id}: {ending} [{counts}; {story}]"

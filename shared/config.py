@@ -114,6 +114,12 @@ class ControllerSettings(Settings):
         60.0, Duration(0.0, 86400.0), "waiting that makes up for one level of `priority`; 0: nothing does"
     )
     max_choices: int = setting(128, Count(1, 128), "sequences that one request may ask for (n, best_of, beams)")
+    max_prompt_logprobs: int = setting(
+        1 << 18, Count(0, 1 << 24), "log probabilities of prompts in one answer: tokens times those asked for, and one"
+    )
+    keep_alive_seconds: float = setting(
+        15.0, Duration(0.0, 3600.0), "silence of a stream after which a comment is sent; 0: none is"
+    )
     max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
     pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")
     server_key_file: str = setting(

@@ -6,6 +6,8 @@ A client that leaves cancels its handler (the server is told to do so), and `fin
 streaming or not. What this file does not know: what a request or an answer looks like.
 """
 
+import asyncio
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,13 +21,15 @@ from kilburn.controller.api.layout import Layout, to_json
 from kilburn.controller.api.messages import chat_ids, chat_prompt
 from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
-from kilburn.controller.api.sse import EventStream
+from kilburn.controller.api.sse import KEEP_ALIVE, EventStream
 from kilburn.controller.auth import Tenant
 from kilburn.controller.choice import Ask, Delta, Origin
 from kilburn.controller.streams import Answer
 from kilburn.controller.text import ChatOptions
+from kilburn.controller.timings import Timings, timings_of
 from kilburn.shared.types import FinishReason
 
+log = logging.getLogger("kilburn.api")
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -63,24 +67,54 @@ class Answering:
             deltas = await answer.whole()
             if (broken := _broken(answer, deltas)) is not None:
                 raise broken
-            return web.json_response(layout.whole(answer, answer.best(deltas)), dumps=to_json)
+            answer.timings = self._timings(layout)
+            headers = {"Server-Timing": answer.timings.as_header()}
+            if answer.is_scored:  # there may be much to tell
+                body = await asyncio.to_thread(lambda: to_json(layout.whole(answer, answer.best(deltas))))
+            else:
+                body = to_json(layout.whole(answer, answer.best(deltas)))
+            return web.Response(text=body, content_type="application/json", headers=headers)
         finally:
             streams.leave(answer)
+
+    def _timings(self, layout: Layout) -> Timings:
+        return timings_of(self._service.chronicle.find(layout.id), asyncio.get_running_loop().time())
 
     async def _stream(self, request: web.Request, answer: Answer, layout: Layout) -> web.StreamResponse:
         events = EventStream(request, _engine_ids(request, answer))
         await events.open()
+        try:
+            await self._write(events, answer, layout)
+        except ApiError as broken:
+            if answer.refused is not None and broken.code is not None:
+                self._service.streams.counts.refusal(broken.code)  # it has begun to answer: nobody else will
+            await events.end(layout.broken(broken))
+        except ConnectionError:
+            raise  # the client left
+        except Exception:
+            log.exception("a stream could not go on")
+            await events.end(layout.broken(ApiError(500, "internal error", code="internal_error")))
+        return events.response
+
+    async def _write(self, events: EventStream, answer: Answer, layout: Layout) -> None:
+        """All that an answer says, as it comes. Raises ApiError where it breaks off."""
         await events.write(layout.opening(answer))
         while not answer.is_over:
             deltas = await answer.deltas()
             if (broken := _broken(answer, deltas)) is not None:
-                if answer.refused is not None and broken.code is not None:
-                    self._service.streams.counts.refusal(broken.code)  # it has begun to answer: nobody else will
-                await events.end(layout.broken(broken))
-                return events.response
-            await events.write([frame for delta in deltas for frame in layout.chunks(delta)])
+                raise broken
+            if not deltas and not answer.is_over:
+                await events.write((KEEP_ALIVE,))
+            elif any(delta.prompt is not None for delta in deltas):  # there may be much to tell
+                await events.write(await asyncio.to_thread(_told, layout, deltas))
+            else:
+                await events.write(_told(layout, deltas))
+        answer.timings = self._timings(layout)
         await events.end(layout.ending(answer))
-        return events.response
+
+
+def _told(layout: Layout, deltas: Sequence[Delta]) -> list[str]:
+    return [frame for delta in deltas for frame in layout.chunks(delta)]
 
 
 def _origin(request: web.Request, answer_id: str) -> Origin:

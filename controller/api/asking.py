@@ -47,6 +47,7 @@ class Asking:
     salts: Salts
     max_choices: int  # sequences that one request may ask for
     least_priority: int = 0  # the most urgent that one may have
+    max_prompt_logprobs: int = 1 << 18  # log probabilities of prompts that one answer may tell
 
 
 def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
@@ -72,7 +73,31 @@ def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: in
         min_tokens=request.min_tokens,
         stop_ids=tuple(dict.fromkeys([*eos, *request.stop_token_ids])),
         logprobs=num_logprobs,
+        prompt_logprobs=_num_prompt_logprobs(request),
+        logprobs_are_processed=request.logprobs_mode == "processed_logprobs",
     )
+
+
+def _num_prompt_logprobs(request: Choosing) -> int:
+    """How many of the likeliest tokens are wanted for each token of the prompt; -1: no log probabilities of it."""
+    wanted = -1 if request.prompt_logprobs is None else request.prompt_logprobs
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        wanted = max(wanted, request.logprobs)
+    return wanted
+
+
+def _bound_scores(request: Choosing, num_tokens: int, asking: Asking) -> None:
+    """Raises ApiError where an answer would tell too much of prompts, of `num_tokens` in all."""
+    each = 1 + _num_prompt_logprobs(request)
+    num_told, most = num_tokens * each * request.n, asking.max_prompt_logprobs
+    if each and num_told > most:
+        field = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+        raise bad_request(
+            field,
+            f"{field}: {num_tokens} tokens of prompts with {each} log probabilities each, told {request.n} times, are "
+            f"{num_told}, and an answer may have at most {most} (--max-prompt-logprobs); lower {field}, or n, or "
+            "shorten the prompt",
+        )
 
 
 async def fitted(
@@ -165,6 +190,7 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)
     prompts = await _prompt_ids(request, text, capacity)
+    _bound_scores(request, sum(map(len, prompts)), asking)
     patience = Patience(request.queue_timeout, request.timeout)
     fits = [await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(p), capacity, patience) for p in prompts]
     asks: list[Ask] = []
@@ -199,6 +225,7 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     """Raises ApiError."""
     text, capacity = asking.text, asking.capacity
     bound(request, 1, asking)
+    _bound_scores(request, len(ids), asking)
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)

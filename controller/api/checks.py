@@ -137,6 +137,18 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def read(self, value: Any, where: str) -> str:
+        if value not in self.words or not isinstance(value, str):
+            raise bad_request(where, f"{where} must be one of {', '.join(self.words)}")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
 class Many:
     """A list of `least` to `most` of the same, as a tuple."""
 

@@ -12,6 +12,7 @@ What this file does not know: where deltas come from, how they are sent.
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -27,6 +28,17 @@ to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 # OpenAI has no word for a request whose time ran out; its answer is as short as one at its length.
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TIMEOUT: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What an answer tells beside its text. `echoed` and `prompt`: how many of the likeliest tokens; -1: nothing."""
+
+    usage: bool = False  # at the end of a stream; otherwise always
+    logprobs: bool = False
+    echoed: int = -1  # of the prompt, in one list with those of the answer
+    prompt: int = -1  # of the prompt, as vLLM tells it
+    timings: bool = False
 
 
 class Layout(Protocol):
@@ -63,20 +75,24 @@ def usage(answer: Answer) -> dict[str, Any]:
 class _Head:
     """What every form of one answer begins with."""
 
-    def __init__(self, prefix: str, kind: str, model: str, with_usage: bool) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, shown: Shown) -> None:
         self.id = f"{prefix}-{uuid4().hex}"
         self.fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._with_usage = with_usage
+        self._shown = shown
         self._begin = "data: " + to_json(self.fields)[:-1] + ',"choices":['
-        self._tail = ('],"usage":null}' if with_usage else "]}") + "\n\n"
+        self._tail = ('],"usage":null}' if shown.usage else "]}") + "\n\n"
 
     def chunk(self, choice: str) -> str:
         return f"{self._begin}{choice}{self._tail}"
 
     def ending(self, answer: Answer) -> Iterator[str]:
-        if self._with_usage:
-            yield f'{self._begin}],"usage":{to_json(usage(answer))}}}\n\n'
+        if self._shown.usage or self._shown.timings:
+            told = {"usage": usage(answer)} if self._shown.usage else {}
+            yield f"{self._begin}],{to_json({**told, **self.timings(answer)})[1:]}\n\n"
         yield DONE
+
+    def timings(self, answer: Answer) -> dict[str, Any]:
+        return {"timings": answer.timings.as_data()} if self._shown.timings else {}
 
     def broken(self, error: ApiError) -> Iterator[str]:
         yield frame(encoded(error))
@@ -84,9 +100,9 @@ class _Head:
 
 
 class CompletionLayout:
-    def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
-        self._text, self._with_logprobs = text, with_logprobs
-        self._head = _Head("cmpl", "text_completion", model, with_usage)
+    def __init__(self, text: Text, model: str, shown: Shown) -> None:
+        self._text, self._shown = text, shown
+        self._head = _Head("cmpl", "text_completion", model, shown)
 
     @property
     def id(self) -> str:
@@ -97,20 +113,22 @@ class CompletionLayout:
             {
                 "index": delta.index,
                 "text": delta.text,
-                "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
+                "logprobs": self._logprobs(delta) if self._shown.logprobs else None,
                 "finish_reason": _finish(delta),
                 **_scores(delta),
+                **_prompt_logprobs(delta, self._shown, self._text),
             }
             for delta in deltas
         ]
-        return {**self._head.fields, "choices": choices, "usage": usage(answer)}
+        about = {"choices": choices, "usage": usage(answer), **self._head.timings(answer)}
+        return {**self._head.fields, **about}
 
     def opening(self, answer: Answer) -> Iterator[str]:
         return iter(())
 
     def chunks(self, delta: Delta) -> Iterator[str]:
-        if delta.text or delta.scored:
-            logprobs = to_json(self._logprobs(delta.scored)) if self._with_logprobs else "null"
+        if delta.text or delta.scored or delta.prompt:
+            logprobs = to_json(self._logprobs(delta)) if self._shown.logprobs else "null"
             body = f'"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":null'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
         if delta.finish is not None:
@@ -123,24 +141,37 @@ class CompletionLayout:
     def broken(self, error: ApiError) -> Iterator[str]:
         return self._head.broken(error)
 
-    def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:
-        scored = list(scored)
-        name = self._text.token_text
-        return {
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        name, scored = self._text.token_text, delta.scored
+        told: dict[str, list[Any]] = {
             "tokens": [name(s.id) for s in scored],
             "token_logprobs": [max(s.logprob, LEAST_LOGPROB) for s in scored],
-            "top_logprobs": [
-                {name(id): max(logprob, LEAST_LOGPROB) for id, logprob in (*s.likeliest, (s.id, s.logprob))}
-                for s in scored
-            ],
+            "top_logprobs": [self._likeliest(s.likeliest, s.id, s.logprob) for s in scored],
             "text_offset": [s.start for s in scored],
         }
+        if delta.prompt is None or self._shown.echoed < 0:
+            return told
+        entries = list(delta.prompt)
+        echoed: dict[str, list[Any]] = {
+            "tokens": [name(id) for id in delta.prompt.prompt],
+            "token_logprobs": [None, *(max(logprob, LEAST_LOGPROB) for _, logprob, _, _ in entries)],
+            "top_logprobs": [
+                None,
+                *(self._likeliest(best[: self._shown.echoed], id, logprob) for id, logprob, _, best in entries),
+            ],
+            "text_offset": list(delta.prompt.starts),
+        }
+        return {key: echoed[key] + told[key] for key in told}
+
+    def _likeliest(self, best: Iterable[tuple[int, float]], own: int, own_logprob: float) -> dict[str, float]:
+        name = self._text.token_text
+        return {name(id): max(logprob, LEAST_LOGPROB) for id, logprob in (*best, (own, own_logprob))}
 
 
 class ChatLayout:
-    def __init__(self, text: Text, model: str, with_logprobs: bool, with_usage: bool = False) -> None:
-        self._text, self._with_logprobs = text, with_logprobs
-        self._head = _Head("chatcmpl", "chat.completion.chunk", model, with_usage)
+    def __init__(self, text: Text, model: str, shown: Shown) -> None:
+        self._text, self._shown = text, shown
+        self._head = _Head("chatcmpl", "chat.completion.chunk", model, shown)
 
     @property
     def id(self) -> str:
@@ -151,14 +182,15 @@ class ChatLayout:
             {
                 "index": delta.index,
                 "message": {"role": "assistant", "content": delta.text, "refusal": None},
-                "logprobs": self._logprobs(delta.scored) if self._with_logprobs else None,
+                "logprobs": self._logprobs(delta.scored) if self._shown.logprobs else None,
                 "finish_reason": _finish(delta),
                 **_scores(delta),
             }
             for delta in deltas
         ]
         fields = {**self._head.fields, "object": "chat.completion"}
-        return {**fields, "choices": choices, "usage": usage(answer)}
+        scores = _prompt_logprobs(deltas[0], self._shown, self._text)
+        return {**fields, "choices": choices, "usage": usage(answer), **scores, **self._head.timings(answer)}
 
     def opening(self, answer: Answer) -> Iterator[str]:
         for index in range(len(answer.choices)):
@@ -167,7 +199,7 @@ class ChatLayout:
 
     def chunks(self, delta: Delta) -> Iterator[str]:
         if delta.text or delta.scored:
-            logprobs = to_json(self._logprobs(delta.scored)) if self._with_logprobs else "null"
+            logprobs = to_json(self._logprobs(delta.scored)) if self._shown.logprobs else "null"
             body = f'"delta":{{"content":{to_json(delta.text)}}},"logprobs":{logprobs},"finish_reason":null'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
         if delta.finish is not None:
@@ -193,6 +225,22 @@ class ChatLayout:
             "logprob": max(logprob, LEAST_LOGPROB),
             "bytes": list(self._text.token_bytes(id)),
         }
+
+
+def _prompt_logprobs(delta: Delta, shown: Shown, text: Text) -> dict[str, Any]:
+    """As vLLM tells them: of each position an object by token id, null for the first."""
+    if shown.prompt < 0 or delta.prompt is None:
+        return {}
+
+    def one(id: int, logprob: float, rank: int) -> tuple[str, dict[str, Any]]:
+        about = {"logprob": max(logprob, LEAST_LOGPROB), "rank": rank, "decoded_token": text.token_text(id)}
+        return str(id), about
+
+    told: list[dict[str, Any] | None] = [None]
+    for id, logprob, rank, best in delta.prompt:
+        likeliest = [one(other, value, i + 1) for i, (other, value) in enumerate(best[: shown.prompt])]
+        told.append(dict([one(id, logprob, rank), *(entry for entry in likeliest if entry[0] != str(id))]))
+    return {"prompt_logprobs": told}
 
 
 def _scores(delta: Delta) -> dict[str, Any]:

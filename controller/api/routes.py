@@ -5,6 +5,8 @@
 What this file does not know: the engine, keys, how errors look.
 """
 
+from dataclasses import replace
+
 from aiohttp import web
 
 from kilburn.controller.api.answering import REQUEST_ID, Answering
@@ -12,17 +14,34 @@ from kilburn.controller.api.anthropic_routes import AnthropicRoutes
 from kilburn.controller.api.asking import completion_asks
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error
 from kilburn.controller.api.guard import TENANT, Access, Guard
-from kilburn.controller.api.layout import ChatLayout, CompletionLayout, to_json
+from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Shown, to_json
 from kilburn.controller.api.malformed import SERVER_NAME
 from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.responses_routes import ResponsesRoutes
-from kilburn.controller.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from kilburn.controller.api.service import Service
 from kilburn.controller.auth import Keyring
 from kilburn.controller.metrics import CONTENT_TYPE
 from kilburn.controller.page.routes import PageRoutes
 from kilburn.controller.telling import as_data
 from kilburn.controller.text import ChatOptions
+
+
+def completion_shown(wanted: CompletionRequest) -> Shown:
+    echoed = wanted.logprobs if wanted.echo and wanted.logprobs is not None else -1
+    return replace(_shown(wanted), logprobs=wanted.logprobs is not None, echoed=echoed)
+
+
+def chat_shown(wanted: ChatRequest) -> Shown:
+    return replace(_shown(wanted), logprobs=wanted.logprobs)
+
+
+def _shown(wanted: Choosing) -> Shown:
+    return Shown(
+        usage=wanted.stream_options is not None and wanted.stream_options.include_usage,
+        prompt=-1 if wanted.prompt_logprobs is None else wanted.prompt_logprobs,
+        timings=wanted.timings,
+    )
 
 
 class Routes:
@@ -38,8 +57,7 @@ class Routes:
         wanted = await service.read(CompletionRequest, request)
         service.check_model(wanted.model)
         asks = await completion_asks(wanted, service.asking, request[TENANT])
-        with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        layout = CompletionLayout(service.text, service.model_name, wanted.logprobs is not None, with_usage)
+        layout = CompletionLayout(service.text, service.model_name, completion_shown(wanted))
         return await self._answering.answer(request, asks, layout, wanted.stream)
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
@@ -47,8 +65,7 @@ class Routes:
         wanted = await service.read(ChatRequest, request)
         service.check_model(wanted.model)
         asks = [await self._answering.chat_ask(wanted, request[TENANT])]
-        with_usage = wanted.stream_options is not None and wanted.stream_options.include_usage
-        layout = ChatLayout(service.text, service.model_name, wanted.logprobs, with_usage)
+        layout = ChatLayout(service.text, service.model_name, chat_shown(wanted))
         return await self._answering.answer(request, asks, layout, wanted.stream)
 
     # --- about the model

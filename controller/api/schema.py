@@ -11,7 +11,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kilburn.controller.api.checks import Check, Entry, Flag, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
+from kilburn.controller.api.checks import (
+    Check,
+    Entry,
+    Flag,
+    Many,
+    OneOf,
+    Real,
+    Tree,
+    Unsupported,
+    Whole,
+    Words,
+    knob,
+    needed,
+)
 from kilburn.controller.api.errors import ApiError, bad_request
 from kilburn.controller.core.events import BeamSettings, EarlyStopping
 
@@ -31,6 +44,7 @@ MOST_PRIORITY = 100
 MOST_TOOLS = 128
 MOST_SECONDS = 86400.0
 MOST_PROMPT_IDS = 1 << 20
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # of the model; of what is drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +117,7 @@ _NOT_WITH_BEAMS: dict[str, tuple[tuple[Any, ...], str]] = {
     "top_k": ((0, -1), "a search draws nothing"),
     "min_p": ((0.0,), "a search draws nothing"),
     "logprobs": ((None, False), "each choice says its cumulative_logprob"),
+    "prompt_logprobs": ((None,), "ask for them without a search"),
     "best_of": ((None,), "use beam_width"),
     "structured_outputs": ((None,), "leave it out"),
     "guided_json": ((None,), "leave it out"),
@@ -157,7 +172,9 @@ class Choosing(Served):
     beam_width: int | None = knob(Whole(1, MOST_BEAMS), None)
     length_penalty: float = knob(Real(-10.0, 10.0), 1.0)
     early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC)
-    prompt_logprobs: None = knob(Unsupported((), "leave it out"), None)
+    prompt_logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
+    logprobs_mode: str = knob(OneOf(LOGPROBS_MODES), LOGPROBS_MODES[0])
+    timings: bool = knob(Flag(), False)  # ours: where the time went, in the answer
     truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
     bad_words: None = knob(Unsupported(([],), "use logit_bias"), None)
@@ -172,6 +189,8 @@ class Choosing(Served):
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options is only allowed when stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
         self._check_beams()
 
     def _check_beams(self) -> None:
@@ -222,10 +241,10 @@ class CompletionRequest(Choosing):
         super().__post_init__()
         if not self.prompt:
             raise bad_request("prompt", "prompt is missing or empty; give at least one token")
-        if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens", "max_tokens must be at least 1, unless echo is true")
-        if self.echo and self.logprobs is not None:
-            raise bad_request("logprobs", "log probabilities of the prompt are not supported; drop echo or logprobs")
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise bad_request(
+                "max_tokens", "max_tokens must be at least 1, unless echo or prompt_logprobs is asked for"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise bad_request("best_of", f"best_of must be at least n, which is {self.n}")
         if self.best_of is not None and self.best_of > self.n and self.stream:
@@ -256,8 +275,8 @@ class ChatRequest(Choosing):
         super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs wants logprobs: true")
-        if self.max_tokens == 0:
-            raise bad_request("max_tokens", "max_tokens must be at least 1")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise bad_request("max_tokens", "max_tokens must be at least 1, unless prompt_logprobs is asked for")
         if self.continue_final_message and self.add_generation_prompt:
             raise bad_request(
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"

@@ -21,6 +21,7 @@ def frame(data: str, name: str = "") -> str:
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
 
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment: no event of anything, but a byte on the wire
 DONE = frame("[DONE]")  # how OpenAI ends a stream
 
 

@@ -6,7 +6,7 @@ life is not over moves num_computed on, names the blocks that it filled, and app
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.departure import Departure, Way
-from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned, Scored, Turn, Turned
+from kilburn.controller.core.events import Beam, Effect, Emit, Note, NoteKind, Pinned, PromptScored, Turn, Turned
 from kilburn.controller.core.lineup import Lineup
 from kilburn.controller.core.policy import Costs
 from kilburn.controller.core.prefixes import PinGroup
@@ -93,7 +93,7 @@ class Commit:
         if scores is None or (scores.start, len(scores.ranks)) != (start, end - start):
             raise Disagreement(f"no log probabilities of the positions {start} to {end} of {sequence}")
         group.num_scored = end
-        effects.append(Scored(group.request_id, start, scores.width, scores.ids, scores.logprobs, scores.ranks))
+        effects.append(PromptScored(group.request_id, start, scores.width, scores.ids, scores.logprobs, scores.ranks))
 
     def _advance_rarely(
         self, sequence: Sequence, expected: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]

@@ -161,7 +161,7 @@ class Started:
 
 
 @dataclass(slots=True)
-class Scored:
+class PromptScored:
     """Log probabilities of the prompt, where they were asked for: of the positions from `start` on.
 
     Every position but the first comes once, in order, and before any token. `ids` and `logprobs` are `width` entries a
@@ -284,4 +284,4 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | Scored | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned
+Effect = Refused | Started | PromptScored | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned

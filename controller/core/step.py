@@ -17,6 +17,7 @@ POWERS_OF_TWO = tuple(float(2**i) for i in range(15))
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 FLIGHTS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 FIRST_CHUNK = 512  # tokens: see pacing.py
+MOST_SCORES = 1 << 18  # log probabilities of prompts that the result of one step may carry
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Draft:
     admits: list[Admit] = field(default_factory=list)
     has_preempted: bool = False
     is_paced: bool = False  # prompts get less than the step has room for: see pacing.py
+    scores_left: int = MOST_SCORES
 
     @property
     def step(self) -> int:
@@ -112,6 +114,10 @@ class Draft:
         count = min(count, self.room)
         if self.is_paced and count > max(planned, FIRST_CHUNK):
             count = self.prompt_budget = max(planned, FIRST_CHUNK)  # what is left is nobody's: see admission.py
+        if sequence.group.num_scored < sequence.num_prompt:
+            width = 1 + sequence.sampling.prompt_logprobs
+            count = min(count, max(self.scores_left // width, 1))
+            self.scores_left -= count * width
         self.admit_fresh(sequence)
         self.chunks.append(sequence)
         self.chunk_counts.append(count)

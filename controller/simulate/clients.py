@@ -6,7 +6,18 @@ judged by what the workers announced, and the time that it waited by who could h
 
 from dataclasses import dataclass, field
 
-from kilburn.controller.core.events import Beam, Cancel, Emit, Finished, Refusal, Refused, Scored, Started, Stop, Submit
+from kilburn.controller.core.events import (
+    Beam,
+    Cancel,
+    Emit,
+    Finished,
+    PromptScored,
+    Refusal,
+    Refused,
+    Started,
+    Stop,
+    Submit,
+)
 from kilburn.controller.core.grammars import MOST_ASKED
 from kilburn.controller.simulate.beams import Search, search
 from kilburn.controller.simulate.fake_worker import UNPREPARABLE, logprobs_of, rank_of
@@ -176,7 +187,7 @@ class Clients:
         done.append(emit.token)
         self.last_progress_s = now
 
-    def scored(self, scored: Scored, now: float) -> None:
+    def scored(self, scored: PromptScored, now: float) -> None:
         """Of a prompt each position once, in order, with the prefix before it, and before anything is drawn."""
         case, rid = self._case(scored.request_id), scored.request_id
         prompt, num_likely = case.submit.prompt, case.submit.sampling.prompt_logprobs

@@ -19,8 +19,8 @@ from kilburn.controller.core.events import (
     NotPinned,
     Pin,
     Pinned,
+    PromptScored,
     Refused,
-    Scored,
     Send,
     Shutdown,
     Started,
@@ -103,7 +103,7 @@ class Judge:
             match effect:
                 case Emit():
                     self.clients.emitted(effect, now)
-                case Scored():
+                case PromptScored():
                     self.clients.scored(effect, now)
                 case Finished():
                     self.clients.finished(effect, now)

@@ -28,8 +28,8 @@ from kilburn.controller.core.events import (
     NotPinned,
     Pin,
     Pinned,
+    PromptScored,
     Refused,
-    Scored,
     Send,
     Shutdown,
     Started,
@@ -228,7 +228,7 @@ class World:
                 for at_index, num_tokens in self.errands[request_id].stops:
                     if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
                         self.inbox.append(Stop(request_id, index))
-            case Scored(ranks=ranks):
+            case PromptScored(ranks=ranks):
                 self.seen["prompt token scored"] += len(ranks)
             case Beam():
                 self.seen["beam"] += 1

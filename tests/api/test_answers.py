@@ -163,9 +163,6 @@ async def test_echo(tmp_path: Path) -> None:
             assert whole["usage"]["completion_tokens"] == 0
             body = {"prompt": prompt, "echo": True, "max_tokens": 3}
             assert texts(await events(world, COMPLETION, body)) == {0: text + text_after(3)}
-        body = {"prompt": "Verdict: No", "echo": True, "max_tokens": 0, "logprobs": 1}
-        status, error = await world.post(COMPLETION, body)
-        assert (status, error["error"]["param"]) == (400, "logprobs")
 
 
 async def test_logprobs_in_their_two_layouts(tmp_path: Path) -> None:

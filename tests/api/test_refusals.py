@@ -113,7 +113,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"beam_width": 4, "guided_regex": "a+"}, "guided_regex"),
     ({"cache_salt": 1}, "cache_salt"),
     ({"cache_salt": "x" * 1025}, "cache_salt"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
 ]
 CHATS: list[tuple[dict[str, Any], str | None]] = [
