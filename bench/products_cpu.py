@@ -1,4 +1,4 @@
-"""Products of a decode step's rows with all weights of a model, on the CPU in float32: panels, oneDNN's own, and plain.
+"""Products of a step's rows with all weights of a model, on the CPU: float32 by panels, oneDNN and plainly, and 8 bits.
 
     python bench/products_cpu.py                        SmolLM2-135M's shapes: 538 MB, more than any cache
     python bench/products_cpu.py --rows 1,8,64 --rounds 15
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import few_rows_product
+from kilburn.kernels.dispatch import few_rows_product, int8_product_over
 
 LAYERS, SHAPES, HEAD = 30, ((960, 576), (576, 576), (3072, 576), (576, 1536)), (49152, 576)
 
@@ -40,6 +40,7 @@ def main() -> None:
     weights = [torch.randn(shape) * 0.05 for shape in SHAPES * LAYERS + (HEAD,)]
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight) for weight in weights]
     few_rows = [few_rows_product(p, w) for p, w in zip(packed, weights, strict=True)]
+    narrow = [int8_product_over(w) for w in weights]
     num_values = sum(weight.numel() for weight in weights)
     read = torch.ones(num_values)
     print(f"{4 * num_values / 1e6:.0f} MB of weights, {args.threads} threads, medians of {args.rounds} rounds\n")
@@ -56,6 +57,11 @@ def main() -> None:
             for weight, form in zip(weights, packed, strict=True):
                 torch.ops.mkldnn._linear_pointwise(xs[weight.shape[1]], form, None, "none", [], "")
 
+        def int8(xs: dict[int, Tensor] = xs) -> None:
+            for weight, product in zip(weights, narrow, strict=True):
+                if product is not None:
+                    product(xs[weight.shape[1]], None)
+
         def plain(xs: dict[int, Tensor] = xs) -> None:
             for weight in weights:
                 F.linear(xs[weight.shape[1]], weight)
@@ -63,6 +69,8 @@ def main() -> None:
         ways: dict[str, Callable[[], None]] = {"read": lambda: read.sum(), "oneDNN": onednn, "plain": plain}
         if None not in few_rows:
             ways["panels"] = panels
+        if None not in narrow:
+            ways["int8"] = int8
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for _ in range(args.rounds):
             for name, way in ways.items():

@@ -22,6 +22,7 @@ from kilburn.kernels.contract import (
 )
 
 if TYPE_CHECKING:
+    from kilburn.kernels.cpu.int8_products import Int8Product
     from kilburn.kernels.cpu.products import FewRows, PanelProduct
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "can_capture",
     "few_rows_product",
     "has_own_collectives",
+    "int8_product_over",
     "kernels_for",
     "kv_forms",
     "stopwatch_for",
@@ -64,6 +66,23 @@ def few_rows_product(packed: Tensor, weight: Tensor) -> "FewRows | None":
     """
     product = _panel_product()
     return None if product is None else product.over(packed, weight)
+
+
+def int8_product_over(weight: Tensor) -> "FewRows | None":
+    """(x, bias) -> x . weight^T + bias for any number of rows, on the CPU, over a copy of `weight` [out, in] that has 8
+    bits a value. None where the weight has to stay as it is. Holds nothing of `weight`."""
+    product = _int8_product()
+    return None if product is None else product.over(weight)
+
+
+@cache
+def _int8_product() -> "Int8Product | None":
+    if not (find_spec("numba") and find_spec("llvmlite")):
+        return None
+    from kilburn.kernels.cpu.int8_products import Int8Product
+    from kilburn.kernels.cpu.team import torch_openmp
+
+    return Int8Product(torch_openmp())
 
 
 @cache

@@ -194,3 +194,24 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
     log_probs = torch.log_softmax(logits.double(), dim=1)
     log_total = torch.logsumexp(logits.double(), dim=1)
     return Likeliest(log_total.float(), ids, log_probs.gather(1, ids).float())
+
+
+def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of x [rows, n] by a scale of its own -> (int8 [rows, n] in [-127, 127], float32 [rows]).
+
+    A row with a NaN or an infinity in it has zeros, and NaN for its scale; one of nothing above 1e-36 zeros, and 0.
+    """
+    largest = x.abs().amax(1, keepdim=True).float()
+    is_broken, is_zero = ~largest.isfinite(), largest <= 1e-36
+    per_unit = torch.where(is_broken | is_zero, torch.zeros_like(largest), 127 / largest)
+    values = torch.where(is_broken, torch.zeros_like(x), x * per_unit).round().to(torch.int8)
+    scales = torch.where(is_zero, torch.zeros_like(largest), largest / 127)
+    return values, scales.masked_fill(is_broken, torch.nan).squeeze(1)
+
+
+def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [rows, in] . weight [out, in]^T + bias [out] -> float32 [rows, out], each row of both quantized by itself."""
+    (xs, x_scales), (ws, w_scales) = quantized_rows(x), quantized_rows(weight)
+    sums = xs.double() @ ws.double().T  # whole numbers below 2^53: exact in whatever order
+    product = (sums * x_scales.double()[:, None] * w_scales.double()).float()
+    return product if bias is None else product + bias

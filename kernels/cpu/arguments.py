@@ -40,6 +40,13 @@ M_PAIRS, M_SOURCE, M_TO, M_NUM_PIECES, M_PIECE, M_PER_BLOCK, M_BLOCK_BYTES, M_SO
 
 # -- products with packed weights; P_IS_FRESH: whether what `out` holds is nothing to add to
 P_X, P_PANELS, P_OUT, P_NUM_ROWS, P_DEPTH, P_NUM_PANELS, P_X_STEP, P_PANEL_STEP, P_OUT_STEP, P_IS_FRESH = range(3, 13)
+
+# -- products with weights of 8 bits: rows that are quantized first, then panels
+Q_X, Q_OUT, Q_SCALES, Q_NUM_ROWS, Q_DEPTH, Q_X_STEP, Q_OUT_STEP, Q_GRAIN = range(3, 11)
+(
+    I_X, I_ROW_SCALES, I_PANELS, I_SCALES, I_BIAS, I_OUT,  # I_BIAS: zeros where there is none
+    I_NUM_ROWS, I_NUM_PAIRS, I_NUM_PANELS, I_X_STEP, I_OUT_STEP,
+) = range(3, 14)
 # fmt: on
 
 # What attention and its launcher agree on.
@@ -48,6 +55,7 @@ SMALL_TILE = 16  # ... and for a unit of a few rows, whose reads are better kept
 FEW_ROWS = 32
 CUT = 256  # positions of a context that one unit of few rows takes
 PANEL = 64  # outputs that lie together in a packed weight
+INT8_PANEL = 32  # ... and in one of 8 bits
 MAX_ROWS = 96  # of a unit, unless one position has more query heads of one KV head than that
 
 

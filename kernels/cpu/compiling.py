@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit
 
-from kilburn.kernels.cpu import attention, panels, rows, simd, writing
+from kilburn.kernels.cpu import attention, int8_panels, panels, rows, simd, writing
 
 KERNELS = {
     "survey": lambda _kind: attention.survey.py_func,
@@ -19,7 +19,9 @@ KERNELS = {
     "kv_write_int8": lambda kind: writing.kv_write_kernel(kind, simd.INT8),
     "rms_norm": rows.rms_norm_kernel,
     "silu_mul": rows.silu_mul_kernel,
+    "int8_panels": int8_panels.panels_kernel,
     "panels": panels.panels_kernel,
+    "quantize_rows": int8_panels.quantize_rows_kernel,
     "move_blocks": writing.move_blocks_kernel,
 }
 

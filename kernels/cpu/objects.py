@@ -17,7 +17,16 @@ from pathlib import Path
 import llvmlite.binding as llvm
 
 KIND_NAMES = ("float32", "bfloat16", "float16")
-SOURCES = ("arguments", "attention", "compiling", "panels", "rows", "simd", "writing")  # what machine code depends on
+SOURCES = (
+    "arguments",
+    "attention",
+    "compiling",
+    "int8_panels",
+    "panels",
+    "rows",
+    "simd",
+    "writing",
+)  # what machine code depends on
 
 
 def default_folder() -> Path:

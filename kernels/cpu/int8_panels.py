@@ -1,0 +1,230 @@
+"""Products with weights of 8 bits: whole numbers inside, so that the same sum comes out in whatever order it is made.
+
+A weight [out, in] has one scale per output, a row of x one of its own, each its largest magnitude over 127. What lies
+between is a sum of products of whole numbers, exact in 32 bits:
+
+    out[r, o] = (sum over i of q_x[r, i] * q_w[o, i]) * row_scale[r] * scale[o] + bias[o]
+
+So no row depends on the rows beside it, and one row alone has to the last bit what it has among hundreds. The rows are
+quantized first, to 16 bits a value, which is what the products want; a row with a NaN or an infinity in it has NaN for
+its scale, and so for all its outputs.
+
+A weight lies in panels of 32 outputs; within a panel two neighbours along `in` lie together, which is what one
+multiplication takes from each output, and the panel goes along `in`:
+
+               in -> 0, 1                                       2, 3
+    panel 0   | w[0, 0] w[0, 1] w[1, 0] w[1, 1] ... w[31, 1] | w[0, 2] w[0, 3] ...       64 bytes each: a cache line
+    panel 1   | w[32, 0] w[32, 1] ...
+
+A thread takes a panel, which is read once from memory. Sums rest in registers from one end of `in` to the other: of
+one row or two by 32 outputs, or of four rows by 16, which is as much as sixteen registers hold beside what is added.
+"""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from kilburn.kernels.cpu.arguments import (
+    I_BIAS,
+    I_NUM_PAIRS,
+    I_NUM_PANELS,
+    I_NUM_ROWS,
+    I_OUT,
+    I_OUT_STEP,
+    I_PANELS,
+    I_ROW_SCALES,
+    I_SCALES,
+    I_X,
+    I_X_STEP,
+    INT8_PANEL,
+    Q_DEPTH,
+    Q_GRAIN,
+    Q_NUM_ROWS,
+    Q_OUT,
+    Q_OUT_STEP,
+    Q_SCALES,
+    Q_X,
+    Q_X_STEP,
+    TAKEN,
+)
+from kilburn.kernels.cpu.simd import (
+    F32,
+    FAST,
+    FLOAT,
+    I8,
+    I16,
+    I32,
+    I64,
+    LANES,
+    NONE,
+    _after,
+    _constant,
+    _counted,
+    _fma,
+    _load,
+    _pointer,
+    _pointer_to,
+    _rows_from,
+    _shuffle,
+    _splat,
+    _store,
+    fetch_add,
+    floats,
+    int32s,
+)
+
+PAIR_BYTES = 2 * INT8_PANEL  # of a panel, for two positions of `in`
+OUT_BYTES = 4 * INT8_PANEL  # of a row's outputs of a panel, and of their scales
+MAGNITUDE = np.int32(
+    0x7FFFFFFF
+)  # all bits of a float but its sign: as whole numbers they are ordered as magnitudes are
+INFINITE = np.int32(0x7F800000)  # from here on: infinities, and NaN
+NEGLIGIBLE = np.float32(1e-36).view(np.int32)  # a row of no more is one of zeros: 127 over it would not be finite
+LEVELS = np.float32(127)
+
+SHORTS = ir.VectorType(I16, 2 * LANES)
+int16s = _pointer_to(types.CPointer(types.int16))
+
+
+@intrinsic
+def float_of(context: Any, bits: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def code(_target: Any, build: Any, _signature: Any, args: Any) -> Any:
+        return build.bitcast(args[0], FLOAT)
+
+    return types.float32(types.int32), code
+
+
+def quantize_rows_kernel(_kind: int) -> Any:
+    """Rows of float32 -> whole numbers in [-127, 127] as int16, `in` filled up to pairs with 0, and their scales."""
+
+    @njit(fastmath=FAST)
+    def one_row(x, out, depth):
+        words, values, narrow = int32s(x), floats(x), int16s(out)
+        top = np.int32(0)
+        for i in range(depth):
+            top = max(top, words[i] & MAGNITUDE)
+        if depth % 2:
+            narrow[depth] = 0
+        if top >= INFINITE or top <= NEGLIGIBLE:
+            for i in range(depth):
+                narrow[i] = 0
+            return np.float32(np.nan) if top >= INFINITE else np.float32(0)
+        largest = float_of(top)
+        per_unit = LEVELS / largest
+        for i in range(depth):
+            narrow[i] = np.int16(np.int32(np.rint(values[i] * per_unit)))
+        return largest / LEVELS
+
+    def quantize_rows(a):
+        while True:
+            start = fetch_add(a, TAKEN, a[Q_GRAIN])
+            if start >= a[Q_NUM_ROWS]:
+                return
+            for row in range(start, min(start + a[Q_GRAIN], a[Q_NUM_ROWS])):
+                scale = one_row(a[Q_X] + row * a[Q_X_STEP], a[Q_OUT] + row * a[Q_OUT_STEP], a[Q_DEPTH])
+                floats(a[Q_SCALES])[row] = scale
+
+    return quantize_rows
+
+
+@intrinsic(prefer_literal=True)
+def multiply(
+    context: Any,
+    x: Any,
+    x_step: Any,
+    weights: Any,
+    num_pairs: Any,
+    row_scales: Any,
+    scales: Any,
+    bias: Any,
+    out: Any,
+    out_step: Any,
+    num_rows: Any,
+    num_vectors: Any,
+) -> Any:
+    """out[i] [8 * num_vectors] = x[i] [2 * num_pairs] . those outputs of a panel, scaled, with their bias.
+
+    All at addresses, steps in bytes.
+    """
+
+    def code(target: Any, build: Any, _signature: Any, args: Any) -> Any:
+        x, x_step, weights, num_pairs, row_scales, scales, bias, out, out_step = args[:9]
+        rows, vectors = range(num_rows.literal_value), range(num_vectors.literal_value)
+        xs = _rows_from(build, x, x_step, len(rows))
+
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            column, at = build.add(weights, build.mul(index, I64(PAIR_BYTES))), build.shl(index, I64(2))
+            pairs = [build.load(_pointer(build, build.add(row, at), I32, 1), align=2) for row in xs]
+            pairs = [build.bitcast(_splat(build, pair, LANES), SHORTS) for pair in pairs]
+            new = list(sums)
+            for j in vectors:
+                place = _pointer(build, _after(build, column, 2 * LANES * j), I8, 2 * LANES)
+                weight = build.sext(build.load(place, align=1), SHORTS)
+                for i, pair in enumerate(pairs):
+                    at = i * len(vectors) + j
+                    new[at] = build.add(sums[at], _products_of_pairs(build, pair, weight))
+            return new
+
+        sums = _counted(build, num_pairs, [_constant(I32, LANES, 0)] * (len(rows) * len(vectors)), step)
+        for i, row in enumerate(_rows_from(build, out, out_step, len(rows))):
+            row_scale = _splat(build, _load(build, _after(build, row_scales, 4 * i), F32, 1), LANES)
+            for j in vectors:
+                at = 4 * LANES * j
+                scale = build.fmul(row_scale, _load(build, _after(build, scales, at), F32, LANES))
+                value = build.sitofp(sums[i * len(vectors) + j], ir.VectorType(FLOAT, LANES))
+                value = _fma(build, value, scale, _load(build, _after(build, bias, at), F32, LANES))
+                _store(build, value, _after(build, row, at), F32, LANES)
+        return target.get_dummy_value()
+
+    return NONE(*[types.int64] * 9, num_rows, num_vectors), code
+
+
+def _products_of_pairs(build: Any, a: Any, b: Any) -> Any:
+    """Eight sums of two products each, of sixteen whole numbers of 16 bits."""
+    if llvm.get_host_cpu_features().get("avx2"):  # one instruction, which LLVM does not always see in what is below
+        kind = ir.FunctionType(ir.VectorType(I32, LANES), [SHORTS, SHORTS])
+        return build.call(build.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), kind), [a, b])
+    wide = ir.VectorType(I32, 2 * LANES)
+    products = build.mul(build.sext(a, wide), build.sext(b, wide))
+    even, odd = (_shuffle(build, products, products, list(range(first, 2 * LANES, 2))) for first in (0, 1))
+    return build.add(even, odd)
+
+
+def panels_kernel(_kind: int) -> Any:
+    """out [rows, 32 * panels] float32, of rows that are quantized and a weight that lies in panels."""
+
+    @njit(fastmath=FAST)
+    def one_panel(a, panel):
+        count, weights = a[I_NUM_PAIRS], a[I_PANELS] + panel * a[I_NUM_PAIRS] * PAIR_BYTES
+        scales, bias = a[I_SCALES] + panel * OUT_BYTES, a[I_BIAS] + panel * OUT_BYTES
+        row, num_few = 0, a[I_NUM_ROWS] % 4
+        while row < a[I_NUM_ROWS]:
+            x, out = a[I_X] + row * a[I_X_STEP], a[I_OUT] + row * a[I_OUT_STEP] + panel * OUT_BYTES
+            row_scales = a[I_ROW_SCALES] + 4 * row
+            if row >= num_few:
+                for half in range(2):
+                    w, at = weights + half * (PAIR_BYTES // 2), half * (OUT_BYTES // 2)
+                    step, out_step = a[I_X_STEP], a[I_OUT_STEP]
+                    multiply(x, step, w, count, row_scales, scales + at, bias + at, out + at, out_step, 4, 2)
+                row += 4
+            elif num_few - row >= 2:
+                multiply(x, a[I_X_STEP], weights, count, row_scales, scales, bias, out, a[I_OUT_STEP], 2, 4)
+                row += 2
+            else:
+                multiply(x, 0, weights, count, row_scales, scales, bias, out, 0, 1, 4)
+                row += 1
+
+    def panels(a):
+        while True:
+            panel = fetch_add(a, TAKEN, 1)
+            if panel >= a[I_NUM_PANELS]:
+                return
+            one_panel(a, panel)
+
+    return panels
