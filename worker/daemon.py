@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -33,16 +34,20 @@ from kilburn.shared.agreement import step_digest
 from kilburn.shared.messages import (
     Beat,
     Drain,
+    Forget,
     FromController,
     FromWorker,
     Gone,
     Goodbye,
     Hello,
+    Prepare,
+    Prepared,
     Reject,
     StepDone,
     StepFailed,
     StepPlan,
     StepResult,
+    Unpreparable,
     Welcome,
 )
 from kilburn.shared.types import LawBroken
@@ -58,6 +63,8 @@ class Link(Protocol):
 
     def send(self, message: FromWorker) -> None: ...
 
+    def send_beside(self, message: FromWorker) -> None: ...
+
     def receive(self, timeout_s: float | None) -> FromController | LinkLost | None: ...
 
     def reconnect(self) -> None: ...
@@ -71,6 +78,10 @@ class Steps(Protocol):
     def begin(self, rendezvous: str, step_s: float) -> None: ...
 
     def run(self, plan: StepPlan, idle_s: float = 0.0) -> StepResult: ...
+
+    def prepare(self, asked: Prepare, answer: Callable[[Prepared | Unpreparable], None]) -> None: ...
+
+    def forget(self, forgotten: Forget) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -162,7 +173,11 @@ class Daemon:
                 # Plans come in order and each is finished when the next is read: nothing is under way.
                 if lease == self.lease and self.state is State.SERVING:
                     self._leave("drained")
-            case Beat():
+            case Prepare(lease) if lease == self.lease and self.state is State.SERVING:
+                self.steps.prepare(message, self.link.send_beside)
+            case Forget(lease) if lease == self.lease and self.state is State.SERVING:
+                self.steps.forget(message)
+            case Prepare() | Forget() | Beat():
                 pass
 
     def _begin(self, welcome: Welcome) -> None:

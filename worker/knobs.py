@@ -2,6 +2,7 @@
 
     columns[rows]      one gather gives every parameter of the rows that sample, ready for vectorised arithmetic
     biases, stop_ids   lists differ in length, so they are kept by row, for the few rows that have them
+    bound              where a row is in its grammar, for rows that follow one (grammars.py)
     seen               the tokens of a row and their counts, for rows with penalties: as many as the row has different
                        tokens, not as many as there are in the vocabulary
 
@@ -15,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kilburn.shared.sampling import Candidates, Draws, Sampling
+from kilburn.worker.grammars import Bound, Grammars, Masks
+from kilburn.worker.outcomes import PlanBroken
 
 COLUMNS = np.dtype(
     [
@@ -101,22 +104,30 @@ class SeenTokens:
 class Knobs:
     """Sampling state of up to `max_rows` rows."""
 
-    def __init__(self, max_rows: int, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self, max_rows: int, vocab_size: int, grammars: Grammars | None = None, is_drawn_here: bool = True
+    ) -> None:
+        """`is_drawn_here`: false on ranks that are told what their rows drew; they follow no grammars."""
+        self.vocab_size, self.grammars, self.is_drawn_here = vocab_size, grammars, is_drawn_here
         self.columns = np.zeros(max_rows, COLUMNS)
         self.feeds_itself = np.zeros(max_rows, np.bool_)  # its draw is its next token
         self.biases: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.stop_ids: dict[int, NDArray[np.int64]] = {}
         self.seen: dict[int, SeenTokens] = {}
+        self.bound: dict[int, Bound] = {}  # rows that follow a grammar
 
     def clear(self) -> None:
         """No row is admitted any more."""
         self.biases.clear()
         self.stop_ids.clear()
         self.seen.clear()
+        self.bound.clear()
 
     def set(self, row: int, sampling: Sampling, known: NDArray[np.int32], num_prompt: int) -> None:
-        """A row begins a life. `known` are its last tokens: all of them, where sampling.needs_history."""
+        """A row begins a life. `known` are its last tokens: all of them, where sampling.needs_history.
+
+        Raises PlanBroken for a grammar that is not here.
+        """
         match sampling.choose:
             case Draws(first_stream, num_draws):
                 num_candidates = 0
@@ -124,11 +135,14 @@ class Knobs:
                 first_stream, num_draws = 0, 0
         self.feeds_itself[row] = num_draws == 1
         self.seen.pop(row, None)
-        if sampling.needs_history:
+        if sampling.is_penalised:
             self.seen[row] = SeenTokens(known, num_prompt)
         # One token is left by both, and among equals the lowest id is as good as any.
         is_greedy = sampling.is_greedy or sampling.top_k == 1 or sampling.top_p <= 0.0
         stop_ids = [token for token in sampling.stop_ids if token < self.vocab_size]
+        self.bound.pop(row, None)
+        if sampling.grammar and self.is_drawn_here:
+            self.bound[row] = self._own_grammars().compiled(sampling.grammar).at(known[num_prompt:].tolist(), stop_ids)
         waits = sampling.min_tokens > 0 and bool(stop_ids)
         is_shaped = sampling.needs_history or bool(sampling.logit_bias) or waits
         is_plain = is_greedy and not is_shaped and num_draws == 1 and sampling.logprobs < 0
@@ -149,7 +163,7 @@ class Knobs:
             num_prompt,
             sampling.prompt_logprobs,
             is_greedy,
-            sampling.needs_history,
+            sampling.is_penalised,
             is_shaped,
             sampling.logprobs_are_processed,
             is_plain,
@@ -162,8 +176,21 @@ class Knobs:
         if waits:
             self.stop_ids[row] = np.array(stop_ids, np.int64)
 
+    def _own_grammars(self) -> Grammars:
+        if self.grammars is None:
+            raise PlanBroken("a row is admitted with a grammar, and nothing here can follow one")
+        return self.grammars
+
+    def masks(self, bounds: list[Bound]) -> Masks:
+        """What the rows of these may draw by their grammars."""
+        return self._own_grammars().masks(bounds)
+
     def count(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
         """These rows drew these tokens and go on from them."""
+        if self.bound:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                if row in self.bound:
+                    self.bound[row].follow(token)
         if self.seen:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 if row in self.seen:

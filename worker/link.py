@@ -105,6 +105,17 @@ class WorkerLink:
             self._transmit(frame)
             self._take_in(asks_monitor=False)
 
+    def send_beside(self, message: m.FromWorker) -> None:
+        """The same from any other thread."""
+        frame = encode(message)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._transmit(frame)
+            self._take_in(asks_monitor=False)
+            if self._inbox:
+                self._ring()
+
     def receive(self, timeout_s: float | None) -> m.FromController | LinkLost | None:
         """The next message, LinkLost once when the link is lost, or None after `timeout_s`. None waits for ever."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -15,7 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from kilburn.shared.config import SettingsError
-from kilburn.shared.messages import StepPlan, StepResult
+from kilburn.shared.messages import Forget, Prepare, StepPlan, StepResult
+from kilburn.worker.grammars import Answer
 from kilburn.worker.step import Executor
 
 log = logging.getLogger("kilburn.worker")
@@ -51,6 +52,12 @@ class ProfiledSteps:
         if self._num_left == 0:
             self.close()
         return result
+
+    def prepare(self, asked: Prepare, answer: Answer) -> None:
+        self._executor.prepare(asked, answer)
+
+    def forget(self, forgotten: Forget) -> None:
+        self._executor.forget(forgotten)
 
     def clear(self) -> None:
         self._executor.clear()

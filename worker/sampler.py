@@ -2,7 +2,7 @@
 
 What happens to one row's logits, in this order:
 
-    logits -> repetition -> presence, frequency -> bias -> stop ids masked until min_tokens      here
+    logits -> repetition -> presence, frequency -> bias -> grammar -> no stop ids until min_tokens   here
            -> temperature -> top_k -> top_p -> min_p -> draw                                     kernels.sample
 
 and log probabilities are those of the model's own distribution, before all of it (kernels.likeliest); or, where that is
@@ -63,7 +63,7 @@ def choose(logits: Tensor, knobs: Knobs, rows: Ints, positions: Ints, kernels: K
     if (columns["is_shaped"] & (columns["num_draws"] > 0)).any():
         raw_top, _ = _highest(logits, kernels)
         failed = dict.fromkeys(np.flatnonzero(~np.isfinite(raw_top)).tolist(), NOT_FINITE)
-        shaped = shape(logits, knobs, rows, positions)
+        shaped = shape(logits, knobs, rows, positions, failed)
     lane, sample = _spread(columns["num_draws"])
     is_random = ~columns["is_greedy"][lane]
     odds = _odds(columns, positions, lane[is_random], sample[is_random], logits.device)
@@ -150,23 +150,43 @@ def heard(words: Ints, num_rows: int) -> Chosen:
 # --- shaping
 
 
-def shape(logits: Tensor, knobs: Knobs, rows: Ints, positions: Ints) -> Tensor:
-    """A copy of logits [n, vocabulary] with the penalties, biases and masks of the rows that draw applied."""
+def shape(logits: Tensor, knobs: Knobs, rows: Ints, positions: Ints, failed: dict[int, str]) -> Tensor:
+    """A copy of logits [n, vocabulary] with the penalties, biases and masks of the rows that draw applied.
+
+    Rows for which there is no mask are added to `failed`.
+    """
     columns = knobs.columns[rows]
     logits, draws = logits.clone(), columns["num_draws"] > 0
     penalised = np.flatnonzero(columns["is_penalised"] & draws)
     if len(penalised):
         seen = knobs.seen_by(rows[penalised])
         _penalise(logits, penalised[seen.place], seen, columns[penalised])
+    must_end = _follow_grammars(logits, knobs, rows, draws, failed) if knobs.bound else frozenset()
     for i in np.flatnonzero(columns["is_shaped"] & draws).tolist():
         row = int(rows[i])
         if row in knobs.biases:
             ids, by = knobs.biases[row]
             # Accumulated: a token named twice is biased twice.
             logits[i].index_add_(0, _device(ids, logits), torch.from_numpy(by).to(logits.device))
-        if row in knobs.stop_ids and positions[i] - columns["num_prompt"][i] < columns["min_tokens"][i]:
+        is_early = positions[i] - columns["num_prompt"][i] < columns["min_tokens"][i]
+        if row in knobs.stop_ids and is_early and i not in must_end:
             logits[i, _device(knobs.stop_ids[row], logits)] = -torch.inf
     return logits
+
+
+def _follow_grammars(
+    logits: Tensor, knobs: Knobs, rows: Ints, draws: NDArray[np.bool_], failed: dict[int, str]
+) -> frozenset[int]:
+    """In place, what the grammars of rows forbid. Returns the places of those that allow nothing but the end."""
+    places = [i for i, row in enumerate(rows.tolist()) if draws[i] and row in knobs.bound]
+    if not places:
+        return frozenset()
+    bounds = [knobs.bound[int(rows[i])] for i in places]
+    masks = knobs.masks(bounds)
+    at, allowed = _device(np.array(places), logits), torch.from_numpy(masks.allowed).to(logits.device)
+    logits[at] = logits[at].masked_fill(~allowed, -torch.inf)
+    failed |= {i: bound.failure for i, bound in zip(places, bounds, strict=True) if bound.failure}
+    return frozenset(i for i, must_end in zip(places, masks.only_ends.tolist(), strict=True) if must_end)
 
 
 def _penalise(logits: Tensor, lane: Ints, seen: Seen, columns: NDArray[np.void]) -> None:

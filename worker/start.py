@@ -31,6 +31,7 @@ from kilburn.shared.model_shape import Build, ModelShape, read_shape, tensor_sha
 from kilburn.shared.pool_size import OWN_SHARE, SHARED_SHARE, blocks_wanted, host_blocks, sized
 from kilburn.shared.sampling import Candidates, Draws, Sampling
 from kilburn.worker.calibrate import digest_with, kept_scales, static_scales
+from kilburn.worker.grammars import Grammars
 from kilburn.worker.knobs import Knobs
 from kilburn.worker.kv_cache import KVCache, has_own_memory, spare_bytes, spare_host_bytes, total_host_bytes
 from kilburn.worker.measured import measured, reserved_bytes, weights_held
@@ -115,7 +116,8 @@ def make_ready(settings: WorkerSettings) -> Ready:
         num_blocks, num_host_blocks = pool_sizes(settings, layout, limits, workspace, device)
         cache = KVCache(layout, num_blocks, num_host_blocks, device, kernels, scales)
         before = reserved_bytes(device)
-        executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device)
+        grammars = Grammars(Path(settings.model) / "tokenizer.json", limits.vocab_size)
+        executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device, grammars)
         if settings.verify_swap:
             executor.check = SwapCheck(cache.host_blocks, ranks.any)
         graph_bytes = reserved_bytes(device) - before if batch.recorded else 0
@@ -192,9 +194,14 @@ def batch_of(limits: Limits, device: torch.device, ranks: Ranks) -> ledger.Batch
 
 
 def executor_for(
-    loaded: LoadedModel, cache: KVCache, limits: Limits, kernels: Kernels, device: torch.device
+    loaded: LoadedModel,
+    cache: KVCache,
+    limits: Limits,
+    kernels: Kernels,
+    device: torch.device,
+    grammars: Grammars | None = None,
 ) -> Executor:
-    rows = Rows(limits, Knobs(limits.max_rows, limits.vocab_size))
+    rows = Rows(limits, Knobs(limits.max_rows, limits.vocab_size, grammars, loaded.ranks.is_first))
     return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device, loaded.ranks))
 
 

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from kilburn.shared.layout import blocks_for
-from kilburn.shared.messages import KvLost, RowLogprobs, StepPlan, StepResult, Timings
+from kilburn.shared.messages import Forget, KvLost, Prepare, RowLogprobs, StepPlan, StepResult, Timings, Unpreparable
+from kilburn.worker.grammars import Answer
 from kilburn.worker.model_runner import HIDDEN_NOT_FINITE, Drawn, ModelRunner
 from kilburn.worker.outcomes import Failed, Lost
 from kilburn.worker.rows import Ints, Rows, Work
@@ -61,10 +62,24 @@ class Executor:
         """A lease begins: the ranks meet. No collective of theirs may take longer than `step_s`."""
         self.runner.ranks.meet(rendezvous, step_s)
 
+    def prepare(self, asked: Prepare, answer: Answer) -> None:
+        """Have a grammar compiled, beside the steps."""
+        grammars = self.rows.knobs.grammars
+        if grammars is None:
+            answer(Unpreparable(asked.lease, asked.number, "this worker follows no grammars"))
+        else:
+            grammars.prepare(asked, answer)
+
+    def forget(self, forgotten: Forget) -> None:
+        if self.rows.knobs.grammars is not None:
+            self.rows.knobs.grammars.forget(forgotten)
+
     def clear(self) -> None:
-        """The lease is over: rows and KV are lost, and the ranks part."""
+        """The lease is over: rows and KV are lost, no grammar is held, and the ranks part."""
         self.runner.ranks.part_ways()
         self.rows.clear()
+        if self.rows.knobs.grammars is not None:
+            self.rows.knobs.grammars.clear()
         if self.check is not None:
             self.check.clear()
 

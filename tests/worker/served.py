@@ -9,12 +9,14 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import Queue
 
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import Arrived, Beam, Emit, Event, Finished, Note, Refused, Send, Submit
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.snapshot import GroupSnapshot
-from kilburn.shared.messages import Hello, StepPlan, StepResult
+from kilburn.shared.messages import Forget, Hello, Prepare, Prepared, StepPlan, StepResult, Unpreparable
+from kilburn.worker.grammars import Grammars
 from kilburn.worker.step import Executor
 from kilburn.worker.swap_check import SwapCheck
 from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, layout, toy_executor
@@ -45,9 +47,15 @@ class Served:
         depth: int = 2,
         is_verified: bool = False,
         before_step: Callable[[Executor, StepPlan], None] = lambda executor, plan: None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.executor = toy_executor(
-            model, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_rows=max_rows
+            model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_rows=max_rows,
+            grammars=grammars,
         )
         if is_verified:
             self.executor.check = SwapCheck(self.executor.runner.cache.host_blocks)
@@ -64,11 +72,16 @@ class Served:
         found: dict[tuple[int, int], Answer] = {}
         events: list[Event] = [Arrived(PEER, self._hello), *submits]
         plans: deque[StepPlan] = deque()
-        while events or plans:
+        asked: deque[Prepare] = deque()
+        while events or plans or asked:
             for effect in self.engine.handle(events, now=0.0):
                 match effect:
                     case Send(message=StepPlan() as plan):
                         plans.append(plan)
+                    case Send(message=Prepare() as prepare):
+                        asked.append(prepare)
+                    case Send(message=Forget() as forget):
+                        self.executor.forget(forget)
                     case Emit(request_id, index, token, logprobs):
                         answer = found.setdefault((request_id, index), Answer())
                         assert not answer.reason, "a token after the end"
@@ -85,10 +98,19 @@ class Served:
                     case _:
                         pass
             self.engine.validate()
-            events = [self._run(plans.popleft())] if plans else []
+            events = []
+            if plans:
+                events.append(self._run(plans.popleft()))
+            elif asked:
+                events.append(self._prepare(asked.popleft()))
         assert self.engine.is_idle
         assert (self.snapshot.owned_blocks, self.snapshot.owned_host_blocks) == (0, 0)
         return found
+
+    def _prepare(self, asked: Prepare) -> Event:
+        answers: Queue[Prepared | Unpreparable] = Queue()
+        self.executor.prepare(asked, answers.put)
+        return Arrived(PEER, answers.get(timeout=60))
 
     def _run(self, plan: StepPlan) -> Event:
         self.before_step(self.executor, plan)

@@ -21,6 +21,7 @@ from kilburn.kernels.philox import uniform
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.messages import Admit, StepPlan, StepResult
 from kilburn.shared.sampling import Sampling
+from kilburn.worker.grammars import Grammars
 from kilburn.worker.knobs import Knobs
 from kilburn.worker.kv_cache import KVCache
 from kilburn.worker.model_runner import ModelRunner
@@ -112,9 +113,10 @@ def toy_executor(
     num_host_blocks: int = 32,
     max_rows: int = 8,
     form: Int8 | None = None,
+    grammars: Grammars | None = None,
 ) -> Executor:
     limits = Limits(max_rows, 128, MAX_LEN, block_size, num_blocks, VOCAB)
-    rows = Rows(limits, Knobs(max_rows, VOCAB))
+    rows = Rows(limits, Knobs(max_rows, VOCAB, grammars))
     cache = toy_cache(block_size, num_blocks, num_host_blocks, form)
     return Executor(rows, ModelRunner(model, cache, rows, reference, CPU))
 
