@@ -123,6 +123,13 @@ TOLD = (
 )
 
 
+# Settings that fields of requests may say they are bounded by.
+LIMITS = (
+    *("max_choices", "max_logit_bias", "max_logprobs", "max_messages", "max_prompts"),
+    *("max_schema", "max_stop_ids", "max_stops", "max_tools"),
+)
+
+
 def _told(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
@@ -167,7 +174,15 @@ async def running_controller(
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
-        asking=Asking(text, driver, salts, settings.max_choices, settings.least_priority, settings.max_prompt_logprobs),
+        asking=Asking(
+            text,
+            driver,
+            salts,
+            settings.max_choices,
+            settings.least_priority,
+            settings.max_prompt_logprobs,
+            settings.max_prompt_tokens,
+        ),
         streams=driver.streams,
         names=driver.names,
         chronicle=driver.chronicle,
@@ -177,9 +192,10 @@ async def running_controller(
         created=int(time.time()),
         max_len=driver.max_len,
         health=driver.health,
+        limits={name: getattr(settings, name) for name in LIMITS},
     )
     app = application(service, keyring, settings.max_body)
-    runner = runner_of(app)
+    runner = runner_of(app, settings.max_url, settings.max_header)
     alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:
         registry.start()

@@ -17,7 +17,6 @@ from kilburn.shared.keys import SettingError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 EVERYWHERE = ("0.0.0.0", "::", "")
-MOST_HEADER_BYTES = 8190
 
 
 def keyring_for(host: str, api_key_file: str) -> Keyring:
@@ -34,15 +33,15 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
     return keyring
 
 
-def runner_of(app: web.Application) -> web.AppRunner:
+def runner_of(app: web.Application, max_url: int, max_header: int) -> web.AppRunner:
     hide_software()
     return web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves frees what its request holds
         access_log=None,
         logger=connection_log(),
-        max_line_size=MOST_HEADER_BYTES,
-        max_field_size=MOST_HEADER_BYTES,
+        max_line_size=max_url,
+        max_field_size=max_header,
         shutdown_timeout=1.0,
     )
 

@@ -73,6 +73,8 @@ DTYPES = Choice(
     ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 )
 MAX_BODY = "largest request body"
+MAX_HEADER = "largest header of a request"
+MAX_URL = "longest first line of a request, with its URL"
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
@@ -120,6 +122,15 @@ class ControllerSettings(Settings):
     keep_alive_seconds: float = setting(
         15.0, Duration(0.0, 3600.0), "silence of a stream after which a comment is sent; 0: none is"
     )
+    max_prompts: int = setting(64, Count(1, 1024), "prompts of one call of completions")
+    max_prompt_tokens: int = setting(0, Count(0, 1 << 30), "tokens of one prompt; 0: as many as the model takes")
+    max_messages: int = setting(4096, Count(1, 65536), "messages or items of one conversation")
+    max_logprobs: int = setting(20, Count(0, 20), "log probabilities of each place (`logprobs`, `top_logprobs`)")
+    max_stops: int = setting(16, Count(0, 64), "stop strings of one request")
+    max_stop_ids: int = setting(256, Count(0, 1024), "stop ids of one request")
+    max_logit_bias: int = setting(1024, Count(0, 16384), "entries of `logit_bias`")
+    max_tools: int = setting(128, Count(0, 1024), "tools of one request")
+    max_schema: int = setting(64 << 10, Size(0), "largest schema, grammar or pattern that an answer is to obey")
     max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
     pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")
     server_key_file: str = setting(
@@ -133,6 +144,8 @@ class ControllerSettings(Settings):
         "", Text("URL"), "where gateways reach the REST API, where `host` does not say it, as http://10.0.0.7:8000"
     )
     max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
+    max_header: int = setting(8190, Size(1024), MAX_HEADER)
+    max_url: int = setting(8190, Size(1024), MAX_URL)
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )
@@ -254,6 +267,8 @@ class GatewaySettings(Settings):
         "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
     )
     max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
+    max_header: int = setting(8190, Size(1024), MAX_HEADER)
+    max_url: int = setting(8190, Size(1024), MAX_URL)
     lost_seconds: float = setting(
         5.0, Duration(0.05, 600.0), "a controller that answers nothing for so long is lost, and so are its streams"
     )

@@ -9,13 +9,15 @@ streaming or not. What this file does not know: what a request or an answer look
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from aiohttp import web
 
 from kilburn.controller.api.asking import chat_ask
-from kilburn.controller.api.errors import ApiError, failure, refusal
+from kilburn.controller.api.checks import read_as
+from kilburn.controller.api.errors import ApiError, failure, refusal, renamed
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import Layout, to_json
 from kilburn.controller.api.messages import chat_ids, chat_prompt
@@ -43,6 +45,13 @@ class Answering:
     async def chat_ask(self, wanted: ChatRequest, tenant: Tenant) -> Ask:
         """Raises ApiError."""
         return await chat_ask(wanted, await self.conversation(wanted), self._service.asking, tenant)
+
+    async def translated(self, body: Any, fields: Mapping[str, str], tenant: Tenant) -> Ask:
+        """Of another API's request that became a chat's. `fields`: how that API calls a chat's. Raises ApiError."""
+        try:
+            return await self.chat_ask(read_as(ChatRequest, body, limits=self._service.limits), tenant)
+        except ApiError as error:
+            raise renamed(error, fields) from None
 
     async def conversation(self, wanted: ChatRequest) -> list[int]:
         """The prompt of a chat. Raises ApiError."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kilburn.controller.api.checks import Entry, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
+from kilburn.controller.api.checks import Entry, JsonSchema, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
 from kilburn.controller.api.errors import bad_request
 from kilburn.controller.api.messages import text_of
 from kilburn.controller.api.schema import (
@@ -36,12 +36,16 @@ class Blocks:
     def read(self, value: Any, where: str) -> str:
         return text_of(Tree(MOST_CHARS).read(value, where), where)
 
+    def schema(self) -> JsonSchema:
+        blocks = Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES).schema()
+        return {"anyOf": [Words(MOST_CHARS).schema(), blocks]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolGiven:
-    name: str = needed(Words(128, least=1))
-    input_schema: Any = needed(Tree(MOST_CHARS))
-    description: str = knob(Words(MOST_CHARS), "")
+    name: str = needed(Words(128, least=1), "How the model calls it.")
+    input_schema: Any = needed(Tree(MOST_CHARS, "object"), "The JSON Schema of its arguments.")
+    description: str = knob(Words(MOST_CHARS), "", "What it is for, in words for the model.")
     type: None = knob(Unsupported(("custom",), "tools run where the client is; there are none here"), None)
 
 
@@ -49,10 +53,14 @@ class ToolGiven:
 class CountTokensRequest(Served):
     """What a conversation is, without what is wanted of its answer."""
 
-    messages: tuple[Any, ...] = needed(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1))
-    system: str = knob(Blocks(), "")
-    tools: tuple[ToolGiven, ...] = knob(Many(Entry(ToolGiven), MOST_TOOLS), ())
-    tool_choice: dict[str, Any] | None = knob(Tree(4096), None)
+    messages: tuple[Any, ...] = needed(
+        Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), "The conversation so far.", limit="max_messages"
+    )
+    system: str = knob(Blocks(), "", "What the system says before all.")
+    tools: tuple[ToolGiven, ...] = knob(
+        Many(Entry(ToolGiven), MOST_TOOLS), (), "Functions that the model may call.", limit="max_tools"
+    )
+    tool_choice: dict[str, Any] | None = knob(Tree(4096, "object"), None, "auto, any, none, or a tool by its name.")
     thinking: None = knob(Unsupported(({"type": "disabled"},), "this model does not think aloud"), None)
     mcp_servers: None = knob(Unsupported(([],), "this server asks no other"), None)
     container: None = knob(Unsupported((), "this server runs nothing"), None)
@@ -60,13 +68,15 @@ class CountTokensRequest(Served):
 
 @dataclass(frozen=True, kw_only=True)
 class MessagesRequest(CountTokensRequest):
-    max_tokens: int = needed(Whole(1, INT32_MAX))
-    stop_sequences: tuple[str, ...] = knob(Many(Words(MOST_STOP_CHARS, least=1), MOST_STOPS), ())
-    temperature: float = knob(Real(0.0, 1.0), 1.0)
-    top_p: float = knob(Real(0.0, 1.0), 1.0)
-    top_k: int = knob(Whole(-1, INT32_MAX), 0)
-    metadata: dict[str, Any] | None = knob(Tree(4096), None)
-    service_tier: str = knob(Words(64), "")
+    max_tokens: int = needed(Whole(1, INT32_MAX), "Tokens that the answer may have.")
+    stop_sequences: tuple[str, ...] = knob(
+        Many(Words(MOST_STOP_CHARS, least=1), MOST_STOPS), (), "Texts that end the answer.", limit="max_stops"
+    )
+    temperature: float = knob(Real(0.0, 1.0), 1.0, "0 takes the likeliest token always.")
+    top_p: float = knob(Real(0.0, 1.0), 1.0, "Draws among the likeliest tokens that have this much probability.")
+    top_k: int = knob(Whole(-1, INT32_MAX), 0, "Draws among so many likeliest tokens; 0 or -1: among all.")
+    metadata: dict[str, Any] | None = knob(Tree(16384, "object"), None, "Nothing is done with it.")
+    service_tier: str = knob(Words(64), "", "There is one here.")
 
 
 def as_chat(wanted: CountTokensRequest) -> dict[str, Any]:

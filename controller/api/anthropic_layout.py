@@ -12,9 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 from kilburn.controller.api.errors import ApiError, encoded_for_anthropic
+from kilburn.controller.api.items import Begun, Ended, Item, Items, More, Step
 from kilburn.controller.api.layout import to_json
-from kilburn.controller.api.pieces import Begun, Ended, Item, Items, More, Reader, Step
 from kilburn.controller.api.sse import frame
+from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta
 from kilburn.controller.streams import Answer
 from kilburn.shared.types import FinishReason
@@ -30,7 +31,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 class AnthropicLayout:
-    def __init__(self, model: str, reader: Reader) -> None:
+    def __init__(self, model: str, reader: CallReader | None) -> None:
         self.id = f"msg_{uuid4().hex}"
         self._items = Items(reader)
         self._about = {"id": self.id, "type": "message", "role": "assistant", "model": model}

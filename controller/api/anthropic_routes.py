@@ -9,7 +9,6 @@ from kilburn.controller.api.checks import read_as
 from kilburn.controller.api.errors import ApiError, renamed
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import to_json
-from kilburn.controller.api.pieces import PlainReader
 from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
 
@@ -24,13 +23,8 @@ class AnthropicRoutes:
         service = self._service
         wanted = await service.read(MessagesRequest, request)
         service.check_model(wanted.model)
-        body = as_chat(wanted)
-        try:
-            chat = read_as(ChatRequest, body)
-            asks = [await self._answering.chat_ask(chat, request[TENANT])]
-        except ApiError as error:
-            raise renamed(error, FIELDS) from None
-        layout = AnthropicLayout(service.model_name, PlainReader())
+        asks = [await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])]
+        layout = AnthropicLayout(service.model_name, None)
         return await self._answering.answer(request, asks, layout, wanted.stream)
 
     async def count_tokens(self, request: web.Request) -> web.Response:

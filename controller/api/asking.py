@@ -48,6 +48,7 @@ class Asking:
     max_choices: int  # sequences that one request may ask for
     least_priority: int = 0  # the most urgent that one may have
     max_prompt_logprobs: int = 1 << 18  # log probabilities of prompts that one answer may tell
+    max_prompt_tokens: int = 0  # of one prompt; 0: as many as the model takes
 
 
 def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
@@ -101,13 +102,16 @@ def _bound_scores(request: Choosing, num_tokens: int, asking: Asking) -> None:
 
 
 async def fitted(
-    request: Choosing, wanted: int | None, default: int | None, num_prompt: int, capacity: Capacity, patience: Patience
+    request: Choosing, wanted: int | None, default: int | None, num_prompt: int, asking: Asking, patience: Patience
 ) -> int:
     """max_tokens of one prompt, by the rules at this file's head. Raises ApiError."""
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if num_prompt == 0:
         raise bad_request(field, f"{field}: this is a prompt of no tokens; give at least one")
-    room = await capacity.room_for(num_prompt, request.width, patience)
+    if 0 < asking.max_prompt_tokens < num_prompt:
+        message = f"{field}: this prompt has {num_prompt} tokens; at most {asking.max_prompt_tokens} are taken here"
+        raise bad_request(field, message, "context_length_exceeded")
+    room = await asking.capacity.room_for(num_prompt, request.width, patience)
     if room < (0 if wanted == 0 else 1):
         raise bad_request(
             field,
@@ -192,7 +196,7 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
     prompts = await _prompt_ids(request, text, capacity)
     _bound_scores(request, sum(map(len, prompts)), asking)
     patience = Patience(request.queue_timeout, request.timeout)
-    fits = [await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(p), capacity, patience) for p in prompts]
+    fits = [await fitted(request, request.max_tokens, DEFAULT_COMPLETION, len(p), asking, patience) for p in prompts]
     asks: list[Ask] = []
     for prompt, ids, max_tokens in zip(request.prompt, prompts, fits, strict=True):
         prefix = ""
@@ -231,7 +235,7 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     _bound_candidates(request, sampling, capacity.vocab_size)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     patience = Patience(request.queue_timeout, request.timeout)
-    max_tokens = await fitted(request, wanted, None, len(ids), capacity, patience)
+    max_tokens = await fitted(request, wanted, None, len(ids), asking, patience)
     return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt), tenant, patience)
 
 

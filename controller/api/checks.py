@@ -2,18 +2,23 @@
 
     @dataclass
     class Completion:
-        temperature: float = knob(Real(0.0, 2.0), 1.0)
+        temperature: float = knob(Real(0.0, 2.0), 1.0, "0 takes the likeliest token always")
+        stop: tuple[str, ...] = knob(StopTexts(), (), limit="max_stops")
 
-A field's check says what is legal and turns the JSON value into the field's. Explicit nulls mean absent, unknown
-fields are ignored, every text and list is bounded, NaN and Infinity are refused, and so are texts that are not
-Unicode (halves of surrogate pairs). A fault names its field: `messages[2].content`.
+A field's check says what is legal, turns the JSON value into the field's, and writes itself down as JSON Schema: what
+is documented is what is checked. `limit` names a setting that may allow less than the check does.
+
+Explicit nulls mean absent, unknown fields are ignored (and told), every text and list is bounded, NaN and Infinity are
+refused, and so are texts that are not Unicode (halves of surrogate pairs). A fault names its field:
+`messages[2].content`.
 """
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from kilburn.controller.api.errors import ApiError, bad_request
 
@@ -21,36 +26,111 @@ T = TypeVar("T")
 MOST_DEPTH = 32
 
 
+JsonSchema = dict[str, Any]
+Limits = Mapping[str, int]  # name of a setting -> its value
+NONE: Limits = MappingProxyType({})
+
+
 class Check(Protocol):
-    """Turns a JSON value into a field's value, or raises ApiError that names `where`."""
+    def read(self, value: Any, where: str) -> Any:
+        """Turns a JSON value into a field's value, or raises ApiError that names `where`."""
 
-    def read(self, value: Any, where: str) -> Any: ...
+    def schema(self) -> JsonSchema:
+        """What is legal, in the words of JSON Schema."""
 
 
-def knob(check: Check, default: T) -> T:
+class Bounded(Check, Protocol):
+    """A check of which a setting may allow less."""
+
+    @property
+    def most(self) -> int: ...
+
+
+def knob(check: Check, default: T, about: str = "", *, limit: str = "") -> T:
     """A field that may be absent. Typed as its value, as `dataclasses.field` is."""
-    declared: T = field(default=default, metadata={"check": check})
+    declared: T = field(default=default, metadata={"check": check, "about": about, "limit": limit})
     return declared
 
 
-def needed(check: Check) -> Any:
+def needed(check: Check, about: str = "", *, limit: str = "") -> Any:
     """A field that must be there."""
-    return field(metadata={"check": check})
+    return field(metadata={"check": check, "about": about, "limit": limit})
 
 
-def read_as(cls: type[T], value: Any, where: str = "") -> T:
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One field of a request."""
+
+    name: str
+    check: Check
+    about: str
+    default: Any  # MISSING: it must be there
+
+
+def declared(cls: type, limits: Limits = NONE) -> Iterator[Declared]:
+    """The fields of a request, as this server allows them."""
+    for one in fields(cls):
+        check: Check = one.metadata["check"]
+        if (most := limits.get(one.metadata["limit"])) is not None:
+            bounded = cast(Any, check)  # that is a Bounded, and a dataclass
+            check = replace(bounded, most=min(bounded.most, most))
+        yield Declared(one.name, check, one.metadata["about"], one.default)
+
+
+def read_as(cls: type[T], value: Any, where: str = "", limits: Limits = NONE) -> T:
     """An instance of a dataclass whose fields were made by `knob` and `needed`."""
     if not isinstance(value, dict):
         raise bad_request(where or None, f"{where or 'the body'} must be a JSON object")
     given: dict[str, Any] = {}
-    for declared in fields(cls):  # type: ignore[arg-type]
-        name = f"{where}.{declared.name}" if where else declared.name
-        raw = value.get(declared.name)
+    for one in declared(cls, limits):
+        name = f"{where}.{one.name}" if where else one.name
+        raw = value.get(one.name)
         if raw is not None:
-            given[declared.name] = declared.metadata["check"].read(raw, name)
-        elif declared.default is MISSING:
+            given[one.name] = one.check.read(raw, name)
+        elif one.default is MISSING:
             raise bad_request(name, f"{name} is missing")
     return cls(**given)
+
+
+def unknown_fields(cls: type, value: Mapping[str, Any], where: str = "") -> Iterator[str]:
+    """The names in a body that nobody will read."""
+    known = {one.name: one.check for one in declared(cls)}
+    for name, item in value.items():
+        check = known.get(name)
+        if check is None:
+            yield where + name
+        elif isinstance(check, Entry) and isinstance(item, dict):
+            yield from unknown_fields(check.cls, item, f"{where}{name}.")
+
+
+def schema_of(cls: type, limits: Limits = NONE) -> JsonSchema:
+    """A request as JSON Schema."""
+    properties: dict[str, JsonSchema] = {}
+    for one in declared(cls, limits):
+        schema = one.check.schema()
+        if one.default is not MISSING:
+            schema = _or_null(schema)
+        properties[one.name] = schema | ({"description": one.about} if one.about else {})
+    must = [one.name for one in declared(cls) if one.default is MISSING]
+    return {"type": "object", "properties": properties, **({"required": must} if must else {}), **_doc(cls)}
+
+
+def _doc(cls: type) -> JsonSchema:
+    own = cls.__doc__ or ""
+    is_made = own.startswith(f"{cls.__name__}(")  # by dataclasses, where there is none
+    return {} if is_made or not own else {"description": " ".join(own.split())}
+
+
+def _or_null(schema: JsonSchema) -> JsonSchema:
+    """An explicit null is as good as nothing."""
+    match schema:
+        case {"type": str(kind)}:
+            return schema | {"type": [kind, "null"]}
+        case {"enum": list()}:
+            return schema
+        case {"anyOf": list(kinds)}:
+            return schema | {"anyOf": [*kinds, {"type": "null"}]}
+    return {"anyOf": [schema, {"type": "null"}]} if schema else schema
 
 
 def read_json(body: bytes) -> Any:
@@ -80,22 +160,28 @@ class Flag:
             raise bad_request(where, f"{where} must be true or false")
         return value
 
+    def schema(self) -> JsonSchema:
+        return {"type": "boolean"}
+
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An integer in [low, high]. 3.0 is one, true is not."""
+    """An integer in [low, most]. 3.0 is one, true is not."""
 
     low: int
-    high: int
+    most: int
 
     def read(self, value: Any, where: str) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise bad_request(where, f"{where} must be an integer")
-        if not self.low <= value <= self.high:
-            raise bad_request(where, f"{where} must be in [{self.low}, {self.high}]")
+        if not self.low <= value <= self.most:
+            raise bad_request(where, f"{where} must be in [{self.low}, {self.most}]")
         return value
+
+    def schema(self) -> JsonSchema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.most}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +202,9 @@ class Real:
             raise bad_request(where, f"{where} must be a finite number in {interval}")
         return float(value)
 
+    def schema(self) -> JsonSchema:
+        return {"type": "number", "exclusiveMinimum" if self.open_low else "minimum": self.low, "maximum": self.high}
+
 
 @dataclass(frozen=True, slots=True)
 class Words:
@@ -135,6 +224,9 @@ class Words:
             raise bad_request(where, f"{where} is not valid Unicode: it holds half of a surrogate pair") from None
         return value
 
+    def schema(self) -> JsonSchema:
+        return {"type": "string", **({"minLength": self.least} if self.least else {}), "maxLength": self.most}
+
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
@@ -146,6 +238,9 @@ class OneOf:
         if value not in self.words or not isinstance(value, str):
             raise bad_request(where, f"{where} must be one of {', '.join(self.words)}")
         return value
+
+    def schema(self) -> JsonSchema:
+        return {"enum": [*self.words, None]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +258,10 @@ class Many:
             raise bad_request(where, f"{where} must have {self.least} to {self.most} entries")
         return tuple([self.of.read(item, f"{where}[{i}]") for i, item in enumerate(value)])
 
+    def schema(self) -> JsonSchema:
+        least = {"minItems": self.least} if self.least else {}
+        return {"type": "array", "items": self.of.schema(), **least, "maxItems": self.most}
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -173,16 +272,25 @@ class Entry:
     def read(self, value: Any, where: str) -> Any:
         return read_as(self.cls, value, where)
 
+    def schema(self) -> JsonSchema:
+        return schema_of(self.cls)
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
     """Any JSON value, bounded in size and depth: what only a template looks into."""
 
     most: int  # values and characters in all
+    shape: str = ""  # its type, where it is one and known
 
     def read(self, value: Any, where: str) -> Any:
+        if self.shape == "object" and not isinstance(value, dict):
+            raise bad_request(where, f"{where} must be an object")
         self._measure(value, where, 0, [self.most])
         return value
+
+    def schema(self) -> JsonSchema:
+        return {"type": self.shape} if self.shape else {}
 
     def _measure(self, value: Any, where: str, depth: int, left: list[int]) -> None:
         left[0] -= 1
@@ -212,3 +320,6 @@ class Unsupported:
     def read(self, value: Any, where: str) -> None:
         if not any(type(value) is type(same) and value == same for same in self.neutral):
             raise ApiError(400, f"{where} is not supported; {self.instead}", param=where, code="unsupported_parameter")
+
+    def schema(self) -> JsonSchema:
+        return {"enum": [None, *self.neutral], "deprecated": True, "description": f"Not supported; {self.instead}."}

@@ -10,29 +10,28 @@ and used by everybody.
 
 from aiohttp import web
 
-from kilburn.controller.api.checks import read_as, read_json
 from kilburn.controller.api.errors import ApiError, bad_request, refusal
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import to_json
 from kilburn.controller.api.messages import for_template
 from kilburn.controller.api.schema import PrefixRequest
+from kilburn.controller.api.service import Service
 from kilburn.controller.auth import Tenant
-from kilburn.controller.named import Named, NamedPrefixes, NamesFull, NameTaken
+from kilburn.controller.named import Named, NamesFull, NameTaken
 from kilburn.controller.template import TemplateRefused
-from kilburn.controller.text import ChatOptions, Text
+from kilburn.controller.text import ChatOptions
 
 
 class PrefixRoutes:
     """The handlers. Each returns a response or raises ApiError."""
 
-    def __init__(self, text: Text, names: NamedPrefixes, model_name: str) -> None:
-        self._text, self._names, self._model_name = text, names, model_name
+    def __init__(self, service: Service) -> None:
+        self._service, self._text, self._names = service, service.text, service.names
 
     async def create(self, request: web.Request) -> web.Response:
-        wanted = read_as(PrefixRequest, read_json(await request.read()))
+        wanted = await self._service.read(PrefixRequest, request)
         tenant = request[TENANT]
-        if wanted.model and wanted.model != self._model_name:
-            raise ApiError(404, f"this server serves {self._model_name}", param="model", code="model_not_found")
+        self._service.check_model(wanted.model)
         if wanted.public and not tenant.is_admin:
             raise ApiError(
                 403, "public prefixes are for admin keys; leave out public", param="public", code="forbidden"

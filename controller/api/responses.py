@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kilburn.controller.api.checks import Flag, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
+from kilburn.controller.api.checks import Flag, JsonSchema, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
 from kilburn.controller.api.errors import bad_request
 from kilburn.controller.api.messages import text_of
 from kilburn.controller.api.schema import INT32_MAX, MOST_CHARS, MOST_MESSAGES, MOST_TOOLS, Served
@@ -27,31 +27,41 @@ FIELDS = {  # of a chat: theirs
 STATELESS = "nothing is kept here between requests; send the whole conversation as input"
 
 
+_ITEM = Tree(MOST_CHARS, "object")
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """A text, or a list of items."""
+
+    most: int
 
     def read(self, value: Any, where: str) -> "str | tuple[Any, ...]":
         if isinstance(value, str):
             return Words(MOST_CHARS, least=1).read(value, where)
         if not isinstance(value, list):
             raise bad_request(where, f"{where} must be a string or a list of items")
-        return Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1).read(value, where)
+        return Many(_ITEM, self.most, least=1).read(value, where)
+
+    def schema(self) -> JsonSchema:
+        return {"anyOf": [Words(MOST_CHARS, least=1).schema(), Many(_ITEM, self.most, least=1).schema()]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesRequest(Served):
-    input: str | tuple[Any, ...] = needed(Input())
-    instructions: str = knob(Words(MOST_CHARS), "")
-    max_output_tokens: int | None = knob(Whole(1, INT32_MAX), None)
-    temperature: float = knob(Real(0.0, 2.0), 1.0)
-    top_p: float = knob(Real(0.0, 1.0), 1.0)
-    tools: tuple[Any, ...] = knob(Many(Tree(MOST_CHARS), MOST_TOOLS), ())
-    tool_choice: Any = knob(Tree(4096), None)
-    parallel_tool_calls: bool | None = knob(Flag(), None)
-    text: dict[str, Any] | None = knob(Tree(MOST_CHARS), None)
-    metadata: dict[str, Any] | None = knob(Tree(16384), None)
-    user: str = knob(Words(512), "")
+    input: str | tuple[Any, ...] = needed(
+        Input(MOST_MESSAGES), "The user's words, or the conversation so far as items.", limit="max_messages"
+    )
+    instructions: str = knob(Words(MOST_CHARS), "", "What the system says before all.")
+    max_output_tokens: int | None = knob(Whole(1, INT32_MAX), None, "Tokens that the answer may have.")
+    temperature: float = knob(Real(0.0, 2.0), 1.0, "0 takes the likeliest token always.")
+    top_p: float = knob(Real(0.0, 1.0), 1.0, "Draws among the likeliest tokens that have this much probability.")
+    tools: tuple[Any, ...] = knob(Many(_ITEM, MOST_TOOLS), (), "Functions that the model may call.", limit="max_tools")
+    tool_choice: Any = knob(Tree(4096), None, "auto, none, required, or a function by its name.")
+    parallel_tool_calls: bool | None = knob(Flag(), None, "Several calls in one answer.")
+    text: dict[str, Any] | None = knob(Tree(MOST_CHARS, "object"), None, "The form of the answer's text.")
+    metadata: dict[str, Any] | None = knob(Tree(16384, "object"), None, "Given back with the answer.")
+    user: str = knob(Words(512), "", "Whom the request is for; nothing is done with it.")
     store: None = knob(Unsupported((False,), STATELESS), None)
     previous_response_id: None = knob(Unsupported((), STATELESS), None)
     conversation: None = knob(Unsupported((), STATELESS), None)

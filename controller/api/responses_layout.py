@@ -14,10 +14,11 @@ from typing import Any
 from uuid import uuid4
 
 from kilburn.controller.api.errors import ApiError
+from kilburn.controller.api.items import Begun, Ended, Item, Items, More, Step
 from kilburn.controller.api.layout import to_json
-from kilburn.controller.api.pieces import Begun, Ended, Item, Items, More, Reader, Step
 from kilburn.controller.api.responses import ResponsesRequest
 from kilburn.controller.api.sse import frame
+from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta
 from kilburn.controller.streams import Answer
 from kilburn.shared.types import FinishReason
@@ -34,7 +35,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 class ResponsesLayout:
-    def __init__(self, model: str, wanted: ResponsesRequest, reader: Reader) -> None:
+    def __init__(self, model: str, wanted: ResponsesRequest, reader: CallReader | None) -> None:
         unique = uuid4().hex
         self.id = f"resp_{unique}"
         self._items = Items(reader)

@@ -3,13 +3,10 @@
 from aiohttp import web
 
 from kilburn.controller.api.answering import Answering
-from kilburn.controller.api.checks import read_as
-from kilburn.controller.api.errors import ApiError, renamed
+from kilburn.controller.api.errors import ApiError
 from kilburn.controller.api.guard import TENANT
-from kilburn.controller.api.pieces import PlainReader
 from kilburn.controller.api.responses import FIELDS, ResponsesRequest, as_chat
 from kilburn.controller.api.responses_layout import ResponsesLayout
-from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
 
 
@@ -23,13 +20,8 @@ class ResponsesRoutes:
         service = self._service
         wanted = await service.read(ResponsesRequest, request)
         service.check_model(wanted.model)
-        body = as_chat(wanted)
-        try:
-            chat = read_as(ChatRequest, body)
-            asks = [await self._answering.chat_ask(chat, request[TENANT])]
-        except ApiError as error:
-            raise renamed(error, FIELDS) from None
-        layout = ResponsesLayout(service.model_name, wanted, PlainReader())
+        asks = [await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])]
+        layout = ResponsesLayout(service.model_name, wanted, None)
         return await self._answering.answer(request, asks, layout, wanted.stream)
 
     async def stored(self, request: web.Request) -> web.Response:

@@ -19,7 +19,7 @@ from kilburn.controller.api.malformed import SERVER_NAME
 from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.responses_routes import ResponsesRoutes
 from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from kilburn.controller.api.service import Service
+from kilburn.controller.api.service import Service, warning_of
 from kilburn.controller.auth import Keyring
 from kilburn.controller.metrics import CONTENT_TYPE
 from kilburn.controller.page.routes import PageRoutes
@@ -149,7 +149,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
     routes = Routes(service)
     anthropic = AnthropicRoutes(service)
     responses = ResponsesRoutes(service)
-    prefixes = PrefixRoutes(service.text, service.names, service.model_name)
+    prefixes = PrefixRoutes(service)
     page = PageRoutes(service.feed)
     table: list[tuple[str, str, Handler, Access]] = [
         ("POST", "/v1/completions", routes.completions, Access.TENANT),
@@ -188,3 +188,5 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = SERVER_NAME  # not which versions of what are at work here
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
+    if (warning := warning_of(request)) is not None:
+        response.headers["Warning"] = warning

@@ -15,6 +15,7 @@ from kilburn.controller.api.checks import (
     Check,
     Entry,
     Flag,
+    JsonSchema,
     Many,
     OneOf,
     Real,
@@ -29,19 +30,20 @@ from kilburn.controller.api.errors import ApiError, bad_request
 from kilburn.controller.core.events import BeamSettings, EarlyStopping
 
 INT32_MAX = 2**31 - 1
+# What a server may be set to allow; by default it allows less of most (shared/config.py).
 MOST_CHARS = 1 << 24  # of one prompt; the body's own limit is usually lower
-MOST_PROMPTS = 64
-MOST_CHOICES = 128  # sequences of one request; a server may allow fewer
+MOST_PROMPTS = 1024
+MOST_CHOICES = 128  # sequences of one request
 MOST_BEAMS = 16
-MOST_MESSAGES = 4096
-MOST_STOPS = 16
+MOST_MESSAGES = 65536
+MOST_STOPS = 64
 MOST_STOP_CHARS = 256
-MOST_STOP_IDS = 256
-MOST_BIASES = 1024
+MOST_STOP_IDS = 1024
+MOST_BIASES = 16384
 MOST_LOGPROBS = 20
 MOST_SALT_CHARS = 1024
 MOST_PRIORITY = 100
-MOST_TOOLS = 128
+MOST_TOOLS = 1024
 MOST_SECONDS = 86400.0
 MOST_PROMPT_IDS = 1 << 20
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # of the model; of what is drawn from
@@ -50,6 +52,8 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")  # of the model; of what
 @dataclass(frozen=True, slots=True)
 class Prompts:
     """A text, token ids, or a list of either."""
+
+    most: int
 
     def read(self, value: Any, where: str) -> "tuple[str | tuple[int, ...], ...]":
         token, words = Whole(0, INT32_MAX), Words(MOST_CHARS)
@@ -62,33 +66,50 @@ class Prompts:
         if isinstance(value[0], int):
             return (Many(token, MOST_PROMPT_IDS).read(value, where),)
         one: Check = words if isinstance(value[0], str) else Many(token, MOST_PROMPT_IDS)
-        return Many(one, MOST_PROMPTS).read(value, where)
+        return Many(one, self.most).read(value, where)
+
+    def schema(self) -> JsonSchema:
+        text, ids = Words(MOST_CHARS).schema(), Many(Whole(0, INT32_MAX), MOST_PROMPT_IDS, least=1).schema()
+        several = [{"type": "array", "items": one, "minItems": 1, "maxItems": self.most} for one in (text, ids)]
+        return {"anyOf": [text, ids, *several]}
 
 
 @dataclass(frozen=True, slots=True)
 class StopTexts:
     """One stop string or several."""
 
+    most: int
+
     def read(self, value: Any, where: str) -> tuple[str, ...]:
         word = Words(MOST_STOP_CHARS, least=1)
         if isinstance(value, str):
             return (word.read(value, where),)
-        return Many(word, MOST_STOPS).read(value, where)
+        return Many(word, self.most).read(value, where)
+
+    def schema(self) -> JsonSchema:
+        word = Words(MOST_STOP_CHARS, least=1)
+        return {"anyOf": [word.schema(), Many(word, self.most).schema()]}
 
 
 @dataclass(frozen=True, slots=True)
 class Biases:
     """{"token id": bias}. The ids are compared with the vocabulary once that is known."""
 
+    most: int
+
     def read(self, value: Any, where: str) -> tuple[tuple[int, float], ...]:
-        if not isinstance(value, dict) or len(value) > MOST_BIASES:
-            raise bad_request(where, f"{where} must be an object of at most {MOST_BIASES} entries")
+        if not isinstance(value, dict) or len(value) > self.most:
+            raise bad_request(where, f"{where} must be an object of at most {self.most} entries")
         biases: dict[int, float] = {}
         for name, bias in value.items():
             if not (name.isascii() and name.isdigit() and len(name) <= 10):
                 raise bad_request(where, f"{where} must have token ids as its keys")
             biases[int(name)] = Real(-100.0, 100.0).read(bias, f"{where}.{int(name)}")
         return tuple(biases.items())
+
+    def schema(self) -> JsonSchema:
+        bias, names = Real(-100.0, 100.0).schema(), {"pattern": "^[0-9]{1,10}$"}
+        return {"type": "object", "additionalProperties": bias, "propertyNames": names, "maxProperties": self.most}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +124,9 @@ class Early:
         if value == "never":
             return EarlyStopping.NEVER
         raise bad_request(where, f'{where} must be false, true or "never"')
+
+    def schema(self) -> JsonSchema:
+        return {"enum": [False, True, "never", None]}
 
 
 # With beams, what these fields ask for cannot be had: the values that ask for nothing, and what to do.
@@ -130,51 +154,73 @@ _NOT_WITH_BEAMS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    include_usage: bool = knob(Flag(), False)
+    include_usage: bool = knob(Flag(), False, "A last event tells the counts of tokens.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """The fields that every request for an answer has, whatever its API."""
 
-    model: str = knob(Words(256), "")
-    stream: bool = knob(Flag(), False)
-    priority: int = knob(Whole(-MOST_PRIORITY, MOST_PRIORITY), 0)  # lower runs first; a server may allow fewer
-    timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # seconds in all, and
-    queue_timeout: float | None = knob(Real(0.0, MOST_SECONDS, open_low=True), None)  # to begin: within the server's
-    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
+    model: str = knob(Words(256), "", "The served model's name, or nothing.")
+    stream: bool = knob(Flag(), False, "The answer comes as server-sent events, as it is made.")
+    priority: int = knob(
+        Whole(-MOST_PRIORITY, MOST_PRIORITY), 0, "Lower runs first; how low it may be is the server's setting."
+    )
+    timeout: float | None = knob(
+        Real(0.0, MOST_SECONDS, open_low=True), None, "Seconds that the request may take in all, within the server's."
+    )
+    queue_timeout: float | None = knob(
+        Real(0.0, MOST_SECONDS, open_low=True), None, "Seconds that it may wait to begin, within the server's."
+    )
+    cache_salt: str = knob(
+        Words(MOST_SALT_CHARS), "", "Cached prefixes are shared with requests of the same salt only."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing(Served):
     """The fields that completions and chat share."""
 
-    max_tokens: int | None = knob(Whole(0, INT32_MAX), None)
-    temperature: float = knob(Real(0.0, 2.0), 1.0)
-    top_p: float = knob(Real(0.0, 1.0), 1.0)
-    top_k: int = knob(Whole(-1, INT32_MAX), 0)
-    min_p: float = knob(Real(0.0, 1.0), 0.0)
-    presence_penalty: float = knob(Real(-2.0, 2.0), 0.0)
-    frequency_penalty: float = knob(Real(-2.0, 2.0), 0.0)
-    repetition_penalty: float = knob(Real(0.0, 100.0, open_low=True), 1.0)
-    logit_bias: tuple[tuple[int, float], ...] = knob(Biases(), ())
-    seed: int | None = knob(Whole(-(2**63), 2**64 - 1), None)
-    stop: tuple[str, ...] = knob(StopTexts(), ())
-    stop_token_ids: tuple[int, ...] = knob(Many(Whole(0, INT32_MAX), MOST_STOP_IDS), ())
-    min_tokens: int = knob(Whole(0, INT32_MAX), 0)
-    ignore_eos: bool = knob(Flag(), False)
-    include_stop_str_in_output: bool = knob(Flag(), False)
-    skip_special_tokens: bool = knob(Flag(), True)
-    allow_special_tokens: bool = knob(Flag(), False)  # ours: control tokens written out in the text count as such
-    n: int = knob(Whole(1, MOST_CHOICES), 1)
-    stream_options: StreamOptions | None = knob(Entry(StreamOptions), None)
-    use_beam_search: bool | None = knob(Flag(), None)
-    beam_width: int | None = knob(Whole(1, MOST_BEAMS), None)
-    length_penalty: float = knob(Real(-10.0, 10.0), 1.0)
-    early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC)
-    prompt_logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
-    logprobs_mode: str = knob(OneOf(LOGPROBS_MODES), LOGPROBS_MODES[0])
-    timings: bool = knob(Flag(), False)  # ours: where the time went, in the answer
+    max_tokens: int | None = knob(Whole(0, INT32_MAX), None, "Tokens that the answer may have.")
+    temperature: float = knob(Real(0.0, 2.0), 1.0, "0 takes the likeliest token always.")
+    top_p: float = knob(Real(0.0, 1.0), 1.0, "Draws among the likeliest tokens that have this much probability.")
+    top_k: int = knob(Whole(-1, INT32_MAX), 0, "Draws among so many likeliest tokens; 0 or -1: among all.")
+    min_p: float = knob(Real(0.0, 1.0), 0.0, "Least probability of a token, relative to the likeliest one's.")
+    presence_penalty: float = knob(Real(-2.0, 2.0), 0.0, "Taken off the logit of each token that the answer has.")
+    frequency_penalty: float = knob(Real(-2.0, 2.0), 0.0, "Taken off as often as the answer has the token.")
+    repetition_penalty: float = knob(
+        Real(0.0, 100.0, open_low=True), 1.0, "Divides the logits of tokens that prompt or answer have."
+    )
+    logit_bias: tuple[tuple[int, float], ...] = knob(
+        Biases(MOST_BIASES), (), "Added to the logits of tokens, by their ids.", limit="max_logit_bias"
+    )
+    seed: int | None = knob(Whole(-(2**63), 2**64 - 1), None, "The same draws again; none: other ones each time.")
+    stop: tuple[str, ...] = knob(StopTexts(MOST_STOPS), (), "Texts that end the answer.", limit="max_stops")
+    stop_token_ids: tuple[int, ...] = knob(
+        Many(Whole(0, INT32_MAX), MOST_STOP_IDS), (), "Tokens that end the answer.", limit="max_stop_ids"
+    )
+    min_tokens: int = knob(Whole(0, INT32_MAX), 0, "No token or text ends the answer before it has so many.")
+    ignore_eos: bool = knob(Flag(), False, "The model's own end-of-answer tokens do not end it.")
+    include_stop_str_in_output: bool = knob(Flag(), False, "What ends the answer is left in it.")
+    skip_special_tokens: bool = knob(Flag(), True, "Control tokens are no part of the text.")
+    allow_special_tokens: bool = knob(Flag(), False, "Control tokens written out in the prompt count as such.")
+    n: int = knob(Whole(1, MOST_CHOICES), 1, "Answers to one prompt.", limit="max_choices")
+    user: str = knob(Words(512), "", "Whom the request is for; nothing is done with it.")
+    stream_options: StreamOptions | None = knob(Entry(StreamOptions), None, "What a stream says besides.")
+    use_beam_search: bool | None = knob(Flag(), None, "A search for the likeliest answers, in place of draws.")
+    beam_width: int | None = knob(Whole(1, MOST_BEAMS), None, "How wide the search is; none: n.")
+    length_penalty: float = knob(Real(-10.0, 10.0), 1.0, "Of a search: above 0 favours long answers.")
+    early_stopping: EarlyStopping = knob(Early(), EarlyStopping.HEURISTIC, "Of a search: when it ends.")
+    prompt_logprobs: int | None = knob(
+        Whole(0, MOST_LOGPROBS),
+        None,
+        "Log probabilities of each token of the prompt and of so many likeliest ones.",
+        limit="max_logprobs",
+    )
+    logprobs_mode: str = knob(
+        OneOf(LOGPROBS_MODES), LOGPROBS_MODES[0], "Those of the model, or those of what is drawn from."
+    )
+    timings: bool = knob(Flag(), False, "The answer says where its time went.")
     truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
     bad_words: None = knob(Unsupported(([],), "use logit_bias"), None)
@@ -230,11 +276,17 @@ class Choosing(Served):
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest(Choosing):
-    prompt: tuple[str | tuple[int, ...], ...] = knob(Prompts(), ())
-    add_special_tokens: bool = knob(Flag(), True)
-    echo: bool = knob(Flag(), False)
-    logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
-    best_of: int | None = knob(Whole(1, MOST_CHOICES), None)
+    prompt: tuple[str | tuple[int, ...], ...] = knob(
+        Prompts(MOST_PROMPTS), (), "A text, token ids, or a list of either.", limit="max_prompts"
+    )
+    add_special_tokens: bool = knob(Flag(), True, "The tokenizer adds what it does by default, such as a BOS.")
+    echo: bool = knob(Flag(), False, "The answer begins with the prompt.")
+    logprobs: int | None = knob(
+        Whole(0, MOST_LOGPROBS), None, "Log probabilities of each token and of so many likelier.", limit="max_logprobs"
+    )
+    best_of: int | None = knob(
+        Whole(1, MOST_CHOICES), None, "Draws so many answers and keeps the n likeliest.", limit="max_choices"
+    )
     suffix: None = knob(Unsupported(("",), "this model continues text and does not fill gaps"), None)
 
     def __post_init__(self) -> None:
@@ -257,13 +309,19 @@ class CompletionRequest(Choosing):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest(Choosing):
-    messages: tuple[dict[str, Any], ...] = needed(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1))
-    max_completion_tokens: int | None = knob(Whole(1, INT32_MAX), None)
-    logprobs: bool = knob(Flag(), False)
-    top_logprobs: int | None = knob(Whole(0, MOST_LOGPROBS), None)
-    add_generation_prompt: bool | None = knob(Flag(), None)
-    continue_final_message: bool = knob(Flag(), False)
-    chat_template_kwargs: dict[str, Any] | None = knob(Tree(4096), None)
+    messages: tuple[dict[str, Any], ...] = needed(
+        Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), "The conversation so far.", limit="max_messages"
+    )
+    max_completion_tokens: int | None = knob(Whole(1, INT32_MAX), None, "The newer name of max_tokens.")
+    logprobs: bool = knob(Flag(), False, "Log probabilities of the answer's tokens.")
+    top_logprobs: int | None = knob(
+        Whole(0, MOST_LOGPROBS), None, "And of so many likeliest ones at each place.", limit="max_logprobs"
+    )
+    add_generation_prompt: bool | None = knob(Flag(), None, "The prompt ends with the beginning of an answer.")
+    continue_final_message: bool = knob(Flag(), False, "The last message, an assistant's, is gone on with.")
+    chat_template_kwargs: dict[str, Any] | None = knob(
+        Tree(4096, "object"), None, "Variables for the model's chat template."
+    )
     chat_template: None = knob(Unsupported((), "only the model's own template is used"), None)
     tool_choice: None = knob(Unsupported(("none",), "calls of tools are not parsed"), None)
     tools: None = knob(Unsupported(([],), "calls of tools are not parsed"), None)
@@ -281,19 +339,19 @@ class ChatRequest(Choosing):
             raise bad_request(
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
             )
-        if self.chat_template_kwargs is not None and not isinstance(self.chat_template_kwargs, dict):
-            raise bad_request("chat_template_kwargs", "chat_template_kwargs must be an object")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixRequest:
     """A name for a text, or for the messages that chats begin with."""
 
-    name: str = needed(Words(64, least=1))
-    text: str | None = knob(Words(MOST_CHARS), None)
-    messages: tuple[dict[str, Any], ...] | None = knob(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1), None)
+    name: str = needed(Words(64, least=1), "How it is called: letters, digits, dot, underscore, hyphen.")
+    text: str | None = knob(Words(MOST_CHARS), None, "What prompts begin with.")
+    messages: tuple[dict[str, Any], ...] | None = knob(
+        Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), None, "What chats begin with.", limit="max_messages"
+    )
     model: str = knob(Words(256), "")
-    public: bool = knob(Flag(), False)
+    public: bool = knob(Flag(), False, "For all tenants; wants an admin's key.")
     add_special_tokens: bool = knob(Flag(), True)
     allow_special_tokens: bool = knob(Flag(), False)
     cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
@@ -312,13 +370,15 @@ class TokenizeRequest:
     """vLLM's: a prompt, or messages."""
 
     model: str = knob(Words(256), "")
-    prompt: str | None = knob(Words(MOST_CHARS), None)
-    messages: tuple[dict[str, Any], ...] | None = knob(Many(Tree(MOST_CHARS), MOST_MESSAGES, least=1), None)
+    prompt: str | None = knob(Words(MOST_CHARS), None, "A text.")
+    messages: tuple[dict[str, Any], ...] | None = knob(
+        Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), None, "Or a conversation.", limit="max_messages"
+    )
     add_special_tokens: bool | None = knob(Flag(), None)
     add_generation_prompt: bool = knob(Flag(), True)
     continue_final_message: bool = knob(Flag(), False)
     allow_special_tokens: bool = knob(Flag(), False)
-    return_token_strs: bool = knob(Flag(), False)
+    return_token_strs: bool = knob(Flag(), False, "Each token's text, too.")
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -327,5 +387,5 @@ class TokenizeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeRequest:
-    tokens: tuple[int, ...] = needed(Many(Whole(0, INT32_MAX), MOST_PROMPT_IDS))
+    tokens: tuple[int, ...] = needed(Many(Whole(0, INT32_MAX), MOST_PROMPT_IDS), "Token ids.")
     model: str = knob(Words(256), "")

@@ -72,7 +72,7 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         forwarder = Forwarder(session, fleet)
         metrics = GatewayMetrics(GatewaySources(fleet, forwarder.counters, registry.counters))
         door = Door(fleet, forwarder, prompts, metrics)
-        runner = runner_of(door_application(door, keyring, settings.max_body))
+        runner = runner_of(door_application(door, keyring, settings.max_body), settings.max_url, settings.max_header)
         registry.listen(prompts.heard)
         registry.watch(fleet.heard)
         try:

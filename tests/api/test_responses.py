@@ -146,7 +146,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"include": ["reasoning.encrypted_content"]}, "include"),
     ({"truncation": "auto"}, "truncation"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-    ({"tools": ["f"]}, "tools[0].type"),
+    ({"tools": ["f"]}, "tools[0]"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
     ({"text": {"format": {"type": "xml"}}}, "text.format"),
 ]  # fmt: skip
