@@ -22,8 +22,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.codec import encode
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello, StepPlan, StepResult

@@ -24,8 +24,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.core import PEER, Echo
 from kilburn.controller.api.layout import to_json
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.page.feed import LEAST_INTERVAL_S, MOST_SHARE
 from kilburn.controller.page.picture import Picture, Rates, Totals, change, whole
 from kilburn.shared.layout import KVLayout

@@ -33,9 +33,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Event, Finished, Refused, Send, Submit
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.prepared import prepared_folder
 from kilburn.kernels.dispatch import kernels_for
 from kilburn.shared.layout import KVLayout, blocks_for

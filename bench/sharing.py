@@ -29,8 +29,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Pin, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker
 from kilburn.controller.simulate.traces import Asked, TraceError, read_trace

@@ -21,8 +21,9 @@ from aiohttp import web
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.listening import EVERYWHERE, keyring_for, listen, runner_of, stop_signals

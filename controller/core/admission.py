@@ -14,6 +14,7 @@ Admission takes the blocks of all tokens known by then, so that only decoding ca
 
 from enum import Enum
 
+from kilburn.controller.core.blame import is_suspect
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.events import Effect, Started, Turn, Turned
 from kilburn.controller.core.forming import Forming
@@ -50,8 +51,8 @@ class Admission:
         # A margin kept when others run, so that a newcomer is not preempted by their next few blocks.
         self._watermark = self._pool.num_blocks // 100
 
-    def admit(self, draft: Draft, effects: list[Effect]) -> None:
-        """Whoever fits, from the head of the line."""
+    def admit(self, draft: Draft, probe: Group | None, effects: list[Effect]) -> None:
+        """Whoever fits, from the head of the line. `probe`: only this one, which is to be alone (blame.py)."""
         line = self._line
         if line.waiting.aside:
             line.waiting.release(draft.step)
@@ -60,7 +61,7 @@ class Admission:
         most_aside = len(line.waiting.aside) + MOST_AT_ONCE
         while draft.room and len(line.waiting.aside) < most_aside:
             group = line.waiting.head()
-            if group is None:
+            if group is None or (group is not probe and (probe is not None or is_suspect(group))):
                 return
             if self.lacks_rows(group):
                 self.hold = Hold.ROWS

@@ -7,21 +7,23 @@
                      '-- homeless <---'  the lease ended: tokens are the truth, KV is lost, places in line are kept
 
 Every doubt about a worker (silence, a gap, a step past its deadline, an outcome that does not fit, a failed step) is
-treated in one way: its lease ends, and its requests go where they fit or wait `recovery_s` for a new Hello.
+treated in one way: its lease ends, and its requests go where they fit or wait `recovery_s` for a new Hello. Worker
+groups come and go at any time and know nothing of each other: each has its own pool, line and flight.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kilburn.controller.core import door, laws
 from kilburn.controller.core.beam import BeamGroup
+from kilburn.controller.core.blame import POISON
 from kilburn.controller.core.block_map import BlockMap, all_tables, request_rows, worker_map
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
 from kilburn.controller.core.commit import Disagreement
 from kilburn.controller.core.events import (
     Arrived,
     Cancel,
+    Disturbed,
     Effect,
     Event,
     Finished,
@@ -32,6 +34,7 @@ from kilburn.controller.core.events import (
     Pin,
     Refusal,
     Refused,
+    Retire,
     Send,
     Shutdown,
     Started,
@@ -49,12 +52,13 @@ from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiti
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import Home
-from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.ranks import Muster, RanksDisagree
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
+from kilburn.controller.core.step import Flight
 from kilburn.controller.core.turns import turn_of
 from kilburn.shared.digest import BlockHasher
 from kilburn.shared.messages import (
@@ -74,26 +78,7 @@ from kilburn.shared.messages import (
 )
 from kilburn.shared.types import FinishReason, LawBroken
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    depth: int = 2  # plans under way per worker group
-    max_step_tokens: int = 1 << 20  # positions per plan; the worker's own bound counts too
-    beat_s: float = 0.5
-    silence_s: float = 5.0
-    step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit
-    prepare_s: float = 20.0  # before a worker is asked for a grammar again
-    recovery_s: float = 60.0  # how long a request waits for a worker group
-    max_waiting: int = 1024  # requests that wait, preempted ones included
-    max_waiting_tokens: int = 0  # of their prompts; 0: any. One alone may have more
-    queue_s: float = 0.0  # how long a request may wait to begin; 0: for ever
-    request_s: float = 0.0  # how long it may take in all; 0: for ever
-    most_pinned: float = 0.5  # of a pool, by named prefixes
-    preemption: Preemption = Preemption.AUTO
-    step_target_s: float = 0.0  # of a step in which somebody waits for his next token; 0: any
-    prefix_wait_steps: int = 64  # at most, that a request waits for a prefix that another computes; 0: none
-    is_fair: bool = False  # tenants get shares of the tokens, and none may have more than half of the queue
-    aging_s: float = 60.0  # of waiting make up for one level of priority; 0: nothing does
+TIMES = 10  # a step may take so many times what it was predicted to take
 
 
 class Engine:
@@ -117,6 +102,8 @@ class Engine:
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
         self._is_closing = False
+        self._has_moved = False  # worker groups came or went, and prefixes may be held by none
+        self._num_poison = 0  # requests that ended workers
         self._fairness = Fairness() if settings.is_fair else None
         self._outflow, self._clocks = Outflow(), Clocks()
         self._timeouts = dict.fromkeys(Limit, 0)
@@ -136,6 +123,8 @@ class Engine:
         while self._events:
             self._take(self._events.popleft(), now, effects)
         self._pass_time(now, effects)
+        for home in self._homes.values():
+            self._let_leave(home, now, effects)
         self._settle(now, effects)
         for home in self._homes.values():
             self._plan(home, now, effects)
@@ -143,7 +132,8 @@ class Engine:
             self._note_begun(home, now)
             home.scheduler.memory.check()
         if self._is_closing and not self._groups:
-            self._drain(effects)
+            for home in self._homes.values():
+                self._drain(home, effects)
         self._effects = []
         return effects
 
@@ -198,6 +188,11 @@ class Engine:
                 self._unpin(prefix_id)
             case Left(peer, reason):
                 self._end_lease(peer, reason, now, effects)
+            case Retire(group):
+                self._retire(group, effects)
+            case Disturbed():
+                for home in self._homes.values():
+                    home.lease.next_beat_at = now  # where it cannot be sent, its worker is gone
             case Shutdown():
                 self._is_closing = True
             case Tick():
@@ -331,7 +326,7 @@ class Engine:
             case StepFailed(reason=reason):
                 self._end_lease(peer, f"a step failed: {reason}", now, effects)
             case Goodbye(reason=reason):
-                self._end_lease(peer, f"the worker left: {reason}", now, effects)
+                self._end_lease(peer, f"the worker left: {reason}", now, effects, is_crash=False)
             case Beat():
                 home.lease.num_beats_heard += 1
             case Prepared() | Unpreparable():
@@ -339,7 +334,7 @@ class Engine:
                 self._forget_ended(home)
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
-        self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False)  # it knows
+        self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False, is_crash=False)  # it knows
         reason = self._objection(hello)
         if reason is not None:
             effects.append(Send(peer, Reject(reason)))
@@ -370,7 +365,7 @@ class Engine:
         home = self._homes[lease.peer] = Home(lease, scheduler)
         self._leads |= dict.fromkeys(peers[1:], lease.peer)
         lease.move(LeaseState.READY)
-        effects.extend(self._pinning.restore(home, self._homeless.groups))
+        self._has_moved = True
         times = (settings.beat_s, settings.silence_s, settings.depth)
         self._tell(home, Welcome(lease.id, *times, hello.rendezvous, settings.step_deadline_s), effects)
         ranks = f", {len(peers)} ranks" if len(peers) > 1 else ""
@@ -404,8 +399,19 @@ class Engine:
             return
         self._forget_ended(home)
 
-    def _end_lease(self, peer: bytes, reason: str, now: float, effects: list[Effect], is_told: bool = True) -> None:
-        """For all ranks of the worker group that this one is of. `is_told`: whether it is to hear of it, too."""
+    def _end_lease(
+        self,
+        peer: bytes,
+        reason: str,
+        now: float,
+        effects: list[Effect],
+        is_told: bool = True,
+        is_crash: bool = True,
+    ) -> None:
+        """For all ranks of the worker group that this one is of. `is_told`: whether it is to hear of it, too.
+
+        `is_crash`: whether what was under way may have caused it.
+        """
         home = self._homes.pop(self._leads.get(peer, peer), None)
         if home is None:
             self._muster.forget(peer)
@@ -420,10 +426,41 @@ class Engine:
         names = [*pool.journal.withdrawn, *pool.all_names()]
         if names:
             effects.append(Names(home.lease.hello.name, [], names))
+        guilty = home.scheduler.lost() if is_crash else None
+        if guilty is not None:
+            self._num_poison += 1
+            effects.append(Note(NoteKind.POISON, f"request {guilty.request_id} ended lease {home.lease.id}: {reason}"))
+            home.scheduler.line.fail(guilty, POISON, effects)
+            self._forget_ended(home)
+        self._evacuate(home, f"lease {home.lease.id} ended: {reason}", now, effects)
+
+    def _evacuate(self, home: Home, why: str, now: float, effects: list[Effect]) -> None:
+        self._has_moved = True
         for group in home.scheduler.evacuate():
             del self._placed[group.request_id]
             self._homeless.displaced(group, now)
-            effects.append(Turned(group.request_id, Turn.DISPLACED, f"lease {home.lease.id} ended: {reason}"))
+            effects.append(Turned(group.request_id, Turn.DISPLACED, why))
+
+    def _retire(self, name: str, effects: list[Effect]) -> None:
+        for home in self._homes.values():
+            if home.lease.hello.name == name and not home.lease.is_leaving:
+                home.lease.is_leaving = self._has_moved = True
+                effects.append(Note(NoteKind.LEASE_LEAVES, f"lease {home.lease.id}: {name} is to leave"))
+
+    def _let_leave(self, home: Home, now: float, effects: list[Effect]) -> None:
+        """A group that is to leave gives up its requests, once nothing is under way and others can take each of them.
+
+        Until then all of them go on here, and those that fit nowhere else come to their end.
+        """
+        lease = home.lease
+        home.is_held = lease.is_leaving and lease.state is not LeaseState.DRAINING and self._can_move(home)
+        if home.is_held and not home.scheduler.flights:
+            self._evacuate(home, f"{lease.hello.name} leaves", now, effects)
+            self._drain(home, effects)
+
+    def _can_move(self, home: Home) -> bool:
+        others = [other for other in self._homes.values() if other.lease.takes_requests]
+        return all(any(other.fits(group) for other in others) for group in home.scheduler.line.requests)
 
     # --- what time and room bring about
 
@@ -434,11 +471,11 @@ class Engine:
                 who = f"rank {home.lease.most_silent} was " if len(home.lease.peers) > 1 else ""
                 self._end_lease(peer, f"{who}silent for {self.settings.silence_s:g} s", now, effects)
             elif home.scheduler.flights and now >= self._step_deadline(home):
-                step = home.scheduler.flights[0].step
-                self._end_lease(peer, f"step {step} took over {self.settings.step_deadline_s:g} s", now, effects)
+                flight = home.scheduler.flights[0]
+                self._end_lease(peer, f"step {flight.step} took over {self._allowed_s(flight):g} s", now, effects)
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
-                self._tell(home, Beat(home.lease.id, home.scheduler.counters.steps), effects)
+                self._tell(home, _beat(home), effects)
             if home.scheduler.line.waiting.preparing:
                 home.scheduler.line.give_up_grammars(now, effects)
                 self._forget_ended(home)
@@ -447,8 +484,11 @@ class Engine:
         self._clocks.clear_away(self._groups.__contains__, len(self._groups))
 
     def _step_deadline(self, home: Home) -> float:
-        since = max(home.scheduler.flights[0].sent_at, home.scheduler.last_commit_at)
-        return since + self.settings.step_deadline_s
+        flight = home.scheduler.flights[0]
+        return max(flight.sent_at, home.scheduler.last_commit_at) + self._allowed_s(flight)
+
+    def _allowed_s(self, flight: Flight) -> float:
+        return max(self.settings.step_deadline_s, TIMES * flight.predicted_s)
 
     def _time_is_up(self, request_id: int, limit: Limit, now: float, effects: list[Effect]) -> None:
         """A request has waited, or taken, as long as it may."""
@@ -464,12 +504,15 @@ class Engine:
         self._cancel(request_id)
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
-        for group in self._homeless.settle(self._homes.values(), self._placed, now, effects):
+        if self._has_moved:
+            self._has_moved = False
+            effects.extend(self._pinning.settle(self._homes.values(), self._homeless.groups))
+        for group in self._homeless.settle(self._homes.values(), self._placed, self._pinning, now, effects):
             del self._groups[group.request_id]
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
-        if home.lease.state is LeaseState.DRAINING:
+        if home.lease.state is LeaseState.DRAINING or home.is_held:
             return  # a named prefix is not waited for, and not begun
         effects.extend(Send(home.lease.peer, word) for word in scheduler.line.grammars.speak(now))  # who draws
         while len(scheduler.flights) < self.settings.depth:
@@ -494,11 +537,10 @@ class Engine:
             effects.append(Names(home.lease.hello.name, list(journal.published), list(journal.withdrawn)))
             home.scheduler.pool.journal = NameJournal()
 
-    def _drain(self, effects: list[Effect]) -> None:
-        for home in self._homes.values():
-            if home.lease.state is not LeaseState.DRAINING:
-                home.lease.move(LeaseState.DRAINING)
-                self._tell(home, Drain(home.lease.id), effects)
+    def _drain(self, home: Home, effects: list[Effect]) -> None:
+        if home.lease.state is not LeaseState.DRAINING:
+            home.lease.move(LeaseState.DRAINING)
+            self._tell(home, Drain(home.lease.id), effects)
 
     # --- for onlookers, and for the day a law is broken
 
@@ -522,6 +564,7 @@ class Engine:
             drained_tokens_per_s=tokens_per_s,
             queue_timeouts=self._timeouts[Limit.QUEUE],
             request_timeouts=self._timeouts[Limit.REQUEST],
+            poison_requests=self._num_poison,
         )
 
     def block_map(self) -> BlockMap:
@@ -534,12 +577,7 @@ class Engine:
         """Every law, counted anew. Raises LawBroken."""
         for home in self._homes.values():
             home.scheduler.validate()
-        placed = {
-            g.request_id
-            for home in self._homes.values()
-            for g in (*home.scheduler.line.running, *home.scheduler.line.waiting)
-            if not isinstance(g, PinGroup)
-        }
+        placed = {g.request_id for home in self._homes.values() for g in home.scheduler.line.requests}
         homeless = {group.request_id for group in self._homeless.groups}
         if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
             raise LawBroken("a request is in two places, or in none")
@@ -561,5 +599,12 @@ class Engine:
                 effects.append(Note(NoteKind.LAW_BROKEN, str(broken)))
                 laws.contain(home.scheduler.line, effects)
                 self._forget_ended(home)
-                self._end_lease(peer, "a law of the block pool was broken", now, effects)
+                self._end_lease(peer, "a law of the block pool was broken", now, effects, is_crash=False)
         return self.handle((), now)
+
+
+def _beat(home: Home) -> Beat | Drain:
+    """A sign of life; to a worker that is to leave, that once more, should it have been lost."""
+    lease = home.lease
+    is_draining = lease.state is LeaseState.DRAINING
+    return Drain(lease.id) if is_draining else Beat(lease.id, home.scheduler.counters.steps)

@@ -114,6 +114,18 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """A worker group is to leave: its requests go on elsewhere, or end there where no other takes them. Idempotent."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """A connection of some worker has ended, of which nobody knows: each is asked whether it is there."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed; engine.deadline says when one is wanted."""
 
@@ -123,7 +135,7 @@ class Shutdown:
     """Take no new requests, finish those that are here, and tell the workers to drain."""
 
 
-Event = Submit | Stop | Cancel | Pin | Unpin | Arrived | Left | Tick | Shutdown
+Event = Submit | Stop | Cancel | Pin | Unpin | Arrived | Left | Retire | Disturbed | Tick | Shutdown
 
 
 # --- effects
@@ -273,6 +285,8 @@ class NoteKind(Enum):
     RANK_WAITS = "rank waits"  # for the others of its group
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
+    LEASE_LEAVES = "lease leaves"
+    POISON = "poison"  # a request that ended worker after worker
     LAW_BROKEN = "law broken"
 
 

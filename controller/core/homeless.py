@@ -1,7 +1,7 @@
 """The requests that no worker group holds: new ones until they are placed, and those whose lease ended.
 
-    Submit, or a lease's end  -->  homeless  --(choose: placement.py)-->  the line of a worker group
-                                      '------- recovery_s later --------> given up, with a word to the client
+    Submit, a lease's end, a group that leaves  -->  homeless  --(choose: placement.py)-->  the line of a worker group
+                                                        '------- recovery_s later --------> given up, with a word
 
 Tokens are the truth: a request that comes from a lost lease brings its tokens and its place in line, and nothing else.
 """
@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kilburn.controller.core.events import Effect, Finished, Refusal, Refused, Turn, Turned
+from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import Home, choose
 from kilburn.controller.core.sequence import Group, State
 from kilburn.shared.types import FinishReason
@@ -19,7 +20,7 @@ from kilburn.shared.types import FinishReason
 class Stray:
     group: Group
     since: float
-    was_displaced: bool = False  # by the end of a lease
+    was_displaced: bool = False  # by the end of a lease, or since its worker group leaves
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Homeless:
 
     recovery_s: float
     strays: list[Stray] = field(default_factory=list)
-    num_displaced: int = 0  # requests whose lease ended under them
+    num_displaced: int = 0  # requests that had a worker group, and lost it
     num_recovered: int = 0  # of these, placed again
 
     @property
@@ -51,7 +52,7 @@ class Homeless:
         self.strays = [stray for stray in self.strays if stray.group is not group]
 
     def settle(
-        self, homes: Collection[Home], placed: dict[int, Home], now: float, effects: list[Effect]
+        self, homes: Collection[Home], placed: dict[int, Home], pinning: Pinning, now: float, effects: list[Effect]
     ) -> list[Group]:
         """A home for each, in order of their turns, noted in `placed`. Returns who has waited too long for one."""
         given_up: list[Group] = []
@@ -62,6 +63,7 @@ class Homeless:
             if home is not None:
                 where = f"lease {home.lease.id} of {home.lease.hello.name}"
                 effects.append(Turned(group.request_id, Turn.PLACED, where))
+                effects.extend(pinning.used(home, group, self.groups))
                 placed[group.request_id] = home
                 home.scheduler.line.enqueue(group)
                 self.num_recovered += stray.was_displaced

@@ -26,12 +26,12 @@ MOVES: dict[LeaseState, dict[LeaseState, str]] = {
     LeaseState.JOINING: {LeaseState.READY: "all ranks said Hello", LeaseState.GONE: "a rank left"},
     LeaseState.READY: {
         LeaseState.SUSPECT: "half the silence allowed",
-        LeaseState.DRAINING: "shutting down, and nothing is left to do",
+        LeaseState.DRAINING: "told to leave, and nothing is left to do",
         LeaseState.GONE: "any doubt",
     },
     LeaseState.SUSPECT: {
         LeaseState.READY: "heard again",
-        LeaseState.DRAINING: "shutting down, and nothing is left to do",
+        LeaseState.DRAINING: "told to leave, and nothing is left to do",
         LeaseState.GONE: "silence, or any doubt",
     },
     LeaseState.DRAINING: {LeaseState.GONE: "the worker left"},
@@ -50,6 +50,7 @@ class Lease:
         "heard_at",
         "hello",
         "id",
+        "is_leaving",
         "next_beat_at",
         "num_beats_heard",
         "num_beats_sent",
@@ -67,6 +68,7 @@ class Lease:
         self._heard = [now] * len(self.peers)
         self.beat_s, self.silence_s = beat_s, silence_s
         self.state = LeaseState.JOINING
+        self.is_leaving = False  # somebody asked for it: what it has is finished or moved, and nothing new comes
         self.heard_at = now
         self.next_beat_at = now + beat_s
         self.num_beats_heard = self.num_beats_sent = 0
@@ -79,7 +81,7 @@ class Lease:
 
     @property
     def takes_requests(self) -> bool:
-        return self.state is LeaseState.READY
+        return self.state is LeaseState.READY and not self.is_leaving
 
     @property
     def peer(self) -> bytes:

@@ -65,6 +65,11 @@ class Lineup:
         return [group for group in (*self.pinned, *self.running, *self.waiting) if isinstance(group, PinGroup)]
 
     @property
+    def requests(self) -> list[Group]:
+        """All that are here, named prefixes apart."""
+        return [group for group in (*self.running, *self.waiting) if not isinstance(group, PinGroup)]
+
+    @property
     def pinned_blocks(self) -> list[int]:
         """What complete prefixes hold."""
         return [block for pin in self.pinned for block in pin.live[0].own_table.blocks]
@@ -119,6 +124,12 @@ class Lineup:
     def load(self) -> int:
         """Sequences here, for placement."""
         return self.max_rows - len(self.free_rows) + sum(group.width for group in self.waiting)
+
+    @property
+    def num_ahead(self) -> int:
+        """Known tokens that are still to be computed here."""
+        running = sum(len(s.tokens) - s.num_computed for group in self.running for s in group.live)
+        return running + sum(len(group.live[0].tokens) for group in self.waiting)
 
     def start(self, group: Group, tables: list[BlockTable], computed: list[int], plan_ends: list[int]) -> None:
         """A waiting group begins to run: a row for each of its sequences, and for those still to be forked.
@@ -224,7 +235,7 @@ class Lineup:
         """The lease ended: everybody leaves, with tokens and places, and no blocks or digests."""
         for pin in list(self.pinned):
             self._let_go(pin, State.WAITING)
-        groups = [group for group in (*self.running, *self.waiting) if not isinstance(group, PinGroup)]
+        groups = self.requests
         for group in list(self.running):
             self.waiting.served(group)  # whoever ends before he has a home again was served all the same
             self.take_off(group, State.WAITING)

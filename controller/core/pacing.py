@@ -21,7 +21,7 @@ FORGETTING = 0.25
 
 
 class Pacing:
-    """See the file's head. A target of 0 bounds nothing, and nothing is learned."""
+    """See the file's head. A target of 0 bounds nothing; what steps cost is learned all the same."""
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
@@ -37,18 +37,22 @@ class Pacing:
             return None
         if not self.token_s:
             return UNKNOWN
-        left_s = max(self.target_s - self._decode_s(num_decodes), self.target_s / 2)
+        left_s = max(self.target_s - self.decodes_s(num_decodes), self.target_s / 2)
         return max(int(left_s / self.token_s), LEAST)
 
-    def _decode_s(self, num_decodes: float) -> float:
-        """Fewer rows than those observed may take as long: a step has a cost of its own."""
+    def predicted_s(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """What a step is expected to take; 0 for what was never seen."""
+        return (self.decodes_s(num_decodes) if num_decodes else 0.0) + num_prompt_tokens * self.token_s
+
+    def decodes_s(self, num_decodes: float) -> float:
+        """A step of so many decodes. Fewer rows than those observed may take as long: a step has a cost of its own."""
         return self.decode_s * max(num_decodes / self.num_decodes, 1.0) if self.num_decodes else 0.0
 
     # --- commands
 
     def learn(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
         """A step took so long."""
-        if not self.target_s or seconds <= 0.0:
+        if seconds <= 0.0:
             return
         if not num_prompt_tokens:
             if not num_decodes:
@@ -58,7 +62,7 @@ class Pacing:
             self.num_decodes += weight * (num_decodes - self.num_decodes)
         elif num_prompt_tokens >= LEAST:
             # Where prompts seem to cost nothing the decodes were overestimated: a tenth of the step is theirs at least.
-            added_s = max(seconds - (self._decode_s(num_decodes) if num_decodes else 0.0), seconds / 10)
+            added_s = max(seconds - (self.decodes_s(num_decodes) if num_decodes else 0.0), seconds / 10)
             each_s = added_s / num_prompt_tokens
             weight = FORGETTING if self.token_s > each_s else 1.0
             self.token_s += weight * (each_s - self.token_s)

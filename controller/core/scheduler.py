@@ -19,6 +19,7 @@ from collections.abc import Sequence as Listing
 from kilburn.controller.core import laws
 from kilburn.controller.core.admission import TOO_SMALL, Admission
 from kilburn.controller.core.beam import BeamGroup
+from kilburn.controller.core.blame import is_suspect, was_in_blast
 from kilburn.controller.core.commit import Commit
 from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.events import Effect, Refusal
@@ -67,6 +68,7 @@ class Scheduler:
         self.stalled_since: float | None = None  # since when there is work and yet nothing under way
         self.counters = Counters()
         self.sizes = Sizes()
+        self.probe: Group | None = None  # computed alone: see blame.py
         self._next_step = 1
         self.admission = Admission(self.line, self.counters, prefix_wait_steps)
         self._commit = Commit(self.line, self.counters, self.costs, hello.name, hello.vocab_size)
@@ -94,6 +96,14 @@ class Scheduler:
         """Pinned blocks that a prompt begins with, of which `most` tokens need not be computed."""
         _, run = longest_pin(prompt, salt, self.line.all_pins)
         return min(run, most) // self.block_size
+
+    def found_tokens(self, group: Group, chain: list[bytes]) -> int:
+        """Known tokens of a group that would not be computed here. `chain`: digests of its blocks, filled as needed."""
+        first = group.live[0]
+        index, num_spared = self.memory.index, len(first.tokens) - 1
+        by_name = len(index.match(chain, first.tokens, group.salt)) * self.block_size
+        _, run = longest_pin(first.prompt, group.salt.value, self.line.all_pins)
+        return min(max(by_name, run), num_spared)
 
     def objection_to_pin(
         self, pin: PinGroup, most_pinned: float, others: Iterable[Group]
@@ -130,6 +140,19 @@ class Scheduler:
 
     def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         """The next step, or None where nothing can be planned now."""
+        if self.probe is not None and not (is_suspect(self.probe) and self.probe in self.line.running):
+            self.probe = None
+        if self.probe is None and self.line.waiting.suspect is not None:
+            if self.flights:
+                return None  # it is to be alone
+            self.probe = self.line.waiting.suspect
+            plan = self._plan(now, effects)
+            if self.probe in self.line.running:
+                return plan
+            self.probe = None  # it does not fit yet: those who run go on
+        return self._plan(now, effects)
+
+    def _plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         draft = Draft(Moves(self._next_step), self.max_step_tokens, self.max_step_tokens)
         sequences: list[Sequence] = []
         while not sequences:
@@ -138,7 +161,7 @@ class Scheduler:
             self._pace(draft)
             self._plan_chunks(draft, longer)
             if not draft.has_preempted:
-                self.admission.admit(draft, effects)
+                self.admission.admit(draft, self.probe, effects)
             sequences = draft.chunks + draft.decodes
             if not sequences and len(self.line.running) <= num_running:
                 break
@@ -147,7 +170,7 @@ class Scheduler:
         self.memory.seal(moves)
         if not sequences and not moves:
             # Whoever was preempted has left room for somebody.
-            return self.plan(now, effects) if draft.has_preempted else None
+            return self._plan(now, effects) if draft.has_preempted else None
         num_moved = len(moves.swaps_out) + len(moves.swaps_in)
         self.counters.blocks_out += len(moves.swaps_out)
         self.counters.blocks_in += len(moves.swaps_in)
@@ -165,6 +188,7 @@ class Scheduler:
                 num_moved,
                 moves.shares,
                 len(moves.swaps_out),
+                self.pacing.predicted_s(len(draft.decodes), num_chunk_tokens) + num_moved * self.costs.move_s_per_block,
             )
         )
         self._next_step += 1
@@ -194,6 +218,9 @@ class Scheduler:
         place = 0
         while place < len(self.line.running):
             group = self.line.running[place]
+            if self.probe is not None and group is not self.probe:
+                place += 1
+                continue
             was_granted = False
             for sequence in group.live:
                 planned = sequence.num_planned
@@ -330,9 +357,23 @@ class Scheduler:
         """Since when work here has made no progress; None: there is no work."""
         return max(self.flights[0].sent_at, self.last_commit_at) if self.flights else self.stalled_since
 
+    def lost(self) -> Group | None:
+        """The worker is gone, and nobody knows why: who had work under way. Returns who did it, where that is known."""
+        groups: dict[int, Group] = {}
+        for flight in self.flights:
+            for sequence, epoch in zip(flight.sequences, flight.epochs, strict=True):
+                if sequence.epoch == epoch and not isinstance(sequence.group, PinGroup):
+                    groups[sequence.group.request_id] = sequence.group
+        if self.probe is not None and self.probe.request_id in groups:
+            return self.probe
+        for group in groups.values():
+            was_in_blast(group)
+        return None
+
     def evacuate(self) -> list[Group]:
-        """The lease ended: nothing is under way any more, and everybody leaves."""
+        """Nothing is under way any more, and everybody leaves."""
         self.flights.clear()
+        self.probe = None
         return self.line.evacuate()
 
     # --- commit

@@ -174,6 +174,14 @@ class Place:
     arrival: int
 
 
+@dataclass(slots=True)
+class Blasts:
+    """How often workers were lost with work of a group under way while it did not go on by a token: see blame.py."""
+
+    num: int = 0
+    mark: tuple[int, int] = (0, 0)  # how far it was then
+
+
 class Group:
     """The sequences of one request: admitted, preempted, resumed, cancelled whole.
 
@@ -182,6 +190,7 @@ class Group:
 
     __slots__ = (
         "awaits",
+        "blasts",
         "cached_tokens",
         "departure",
         "grammar",
@@ -224,6 +233,7 @@ class Group:
         self.until_step: int | None = None  # until this step at most: see turns.py
         self.tenant, self.weight = b"", 1.0  # whose request it is, and the tenant's share: see fairness.py
         self.num_charged = self.num_drawn_by_ended = 0  # tokens drawn: those counted, those of sequences that ended
+        self.blasts = Blasts()
         self.num_prompt = len(prompt)
         # Positions of the prompt whose log probabilities nobody waits for any more; that of the first are no numbers.
         self.num_scored = 1 if sampling.prompt_logprobs >= 0 else len(prompt)

@@ -110,6 +110,7 @@ class GroupSnapshot:
     step_target_s: float = 0.0  # 0: steps are bounded by tokens alone
     decode_step_s: float = 0.0  # learned: a step without prompts
     prefill_s_per_token: float = 0.0  # learned: what a prompt's token adds to a step
+    is_leaving: bool = False  # it was told to, and gets no more requests
     unanswered_since: float | None = None  # since when its work has made no progress; None: it has none
 
     @property
@@ -154,6 +155,7 @@ class Snapshot:
     drained_tokens_per_s: float = 0.0  # and their tokens
     queue_timeouts: int = 0  # requests that waited too long to begin
     request_timeouts: int = 0  # requests whose time ran out
+    poison_requests: int = 0  # requests that ended one worker after the other, and failed for it
 
     @property
     def can_produce(self) -> bool:
@@ -213,6 +215,7 @@ def group_snapshot(home: Home) -> GroupSnapshot:
         grammars=scheduler.line.grammars.num_held,
         grammars_prepared=scheduler.line.grammars.num_prepared,
         grammars_failed=scheduler.line.grammars.num_failed,
+        is_leaving=lease.is_leaving,
         **pool_figures(scheduler),
         **counters,
         **reasons,

@@ -33,6 +33,7 @@ class Flight:
     num_moved: int = 0  # blocks swapped in or out
     shares: list[tuple[Departure, int]] = field(default_factory=list)  # of these, for groups that leave or return
     num_out: int = 0  # of those moved, out
+    predicted_s: float = 0.0  # what the worker is expected to take for it; 0: nothing is known
 
     @property
     def num_decodes(self) -> int:

@@ -1,6 +1,7 @@
 """Whose turn it is: the groups that wait on one worker group, and the order in which they are admitted.
 
     named prefixes   first of all, in order of arrival
+    suspects         who may have ended a worker: each is computed alone, and nobody is admitted before (blame.py)
     returned         were on the rows before: preempted, or their worker was lost
     fresh            never ran
     aside            fresh ones, passed over since somebody is computing what they begin with (forming.py)
@@ -27,6 +28,7 @@ for admission only: who is preempted is decided by place (priority, then arrival
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
+from kilburn.controller.core.blame import is_suspect
 from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.forming import is_filling
 from kilburn.controller.core.prefixes import PinGroup
@@ -61,12 +63,19 @@ class Turns:
         """Whom to admit next; None where nobody waits."""
         if self.pins:
             return self.pins[0]
+        if self.suspect is not None:
+            return self.suspect
         fresh = self._next_fresh()
         if fresh is None or not self.returned:
             return self.returned[0] if self.returned else fresh
         back = self.returned[0]
         is_urgent = fresh.place.priority < min(group.place.priority for group in self.returned)
         return fresh if is_urgent and fresh.turn < back.turn else back
+
+    @property
+    def suspect(self) -> Group | None:
+        """Who is to be computed alone, before anybody else is admitted."""
+        return next((group for group in self.returned if is_suspect(group)), None)
 
     def _next_fresh(self) -> Group | None:
         if not self.fresh:

@@ -8,6 +8,7 @@ The body also remembers which damage the core was told of, and when: a plan sent
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -47,10 +48,12 @@ class Surroundings(Protocol):
 
     now: float
     rng: Random
+    poison: Mapping[int, int]  # request -> the position that no worker survives
 
     def faults(self) -> Faults: ...
     def to_core(self, body: "Body", message: FromWorker, after_s: float = 0.0) -> None: ...
     def died(self, body: "Body", returns: bool) -> None: ...
+    def poisoned(self, request: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -148,6 +151,9 @@ class Body:
             return
         self._finish_compiling(worker, world.now)
         faults, rng = world.faults(), world.rng
+        if world.poison and self._is_poisoned(worker, plan, world):
+            world.died(self, returns=True)
+            return
         if rng.random() < faults.dies:
             world.died(self, returns=True)
             return
@@ -165,6 +171,22 @@ class Body:
         start_s = max(world.now, self.free_at_s, self.hangs_until_s)
         self.free_at_s = start_s + self.step_s * rng.uniform(0.3, 1.5)
         world.to_core(self, result, self.free_at_s - world.now)
+
+    def _is_poisoned(self, worker: FakeWorker, plan: StepPlan, world: Surroundings) -> bool:
+        """Whether the plan computes a position that no worker survives."""
+        admits = {admit.row: (admit.sampling.seed >> 32, admit.start) for admit in plan.admits}
+        for number, count in zip(plan.rows, plan.counts, strict=True):
+            row = worker.rows.get(number)
+            if number in admits:
+                request, start = admits[number]
+            elif row is not None:
+                request, start = row.sampling.seed >> 32, len(row.chains)
+            else:
+                continue
+            if start <= world.poison.get(request, -1) < start + count:
+                world.poisoned(request)
+                return True
+        return False
 
     def _run(self, worker: FakeWorker, plan: StepPlan, turn: int, faults: Faults, rng: Random) -> StepResult:
         self._refuse_known_bad(worker, plan, turn)

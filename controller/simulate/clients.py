@@ -6,6 +6,7 @@ judged by what the workers announced, and the time that it waited by who could h
 
 from dataclasses import dataclass, field
 
+from kilburn.controller.core.blame import POISON
 from kilburn.controller.core.events import (
     Beam,
     Cancel,
@@ -279,7 +280,8 @@ class Clients:
             return
         if case.search is not None:
             demand(finished.reason is FinishReason.ERROR, f"a search ends by {finished.reason.value}", rid)
-            demand(case.has_failed_row or self._waited_in_vain(case, now), f"it failed: {finished.message}", rid)
+            holds = case.has_failed_row or self._waited_in_vain(case, now) or self._is_poison(finished)
+            demand(holds, f"it failed: {finished.message}", rid)
             return
         done, answer = tuple(case.emitted[index]), case.answers[index]
         if finished.reason in (FinishReason.LENGTH, FinishReason.STOP):
@@ -292,10 +294,17 @@ class Clients:
             case FinishReason.STOP:
                 holds = index in case.stopped or (done == answer.tokens and answer.reason is FinishReason.STOP)
             case FinishReason.ERROR:
-                holds = case.has_failed_row or self._waited_in_vain(case, now) or self._asked_in_vain(case, now)
+                is_due = self._asked_in_vain(case, now) or self._is_poison(finished)
+                holds = case.has_failed_row or self._waited_in_vain(case, now) or is_due
                 demand(bool(finished.message), "an error says what happened", rid)
         why = f"index {index} ended ({finished.reason.value}: {finished.message}) after {len(done)} tokens"
         demand(holds, f"{why}; it should be {len(answer.tokens)}, {answer.reason.value}", rid)
+
+    def _is_poison(self, finished: Finished) -> bool:
+        """Whether a request may be said to end workers: it was there three times, and once there was nobody else."""
+        rid, poison = finished.request_id, dict(self.scenario.upheaval.poison)
+        was_there = self.leases.num_losses[rid] >= 3 and rid in self.leases.lost_alone
+        return finished.message == POISON and was_there and (not poison or rid in poison)
 
     # --- how long they wait
 
@@ -336,7 +345,8 @@ class Clients:
         """On a worker group that was heard of lately."""
         heard_since_s = now - self.scenario.silence_s / 2
         return any(
-            v.heard_s > heard_since_s and self.pins.fits(case.submit, v.hello) for v in self.leases.views.values()
+            v.leaves_s is None and v.heard_s > heard_since_s and self.pins.fits(case.submit, v.hello)
+            for v in self.leases.views.values()
         )
 
     def _waited_in_vain(self, case: Case, now: float) -> bool:

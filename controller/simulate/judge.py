@@ -21,6 +21,7 @@ from kilburn.controller.core.events import (
     Pinned,
     PromptScored,
     Refused,
+    Retire,
     Send,
     Shutdown,
     Started,
@@ -66,13 +67,15 @@ class Judge:
                     self.clients.left(event, may_have_spoken)
                     continue
                 case Pin():
-                    self.clients.pins.registered(event)
+                    self.clients.pins.registered(event, now)
                 case Unpin(prefix_id):
                     self.clients.pins.unpinned(prefix_id)
                 case Arrived():
                     self._arrived(event, now)
                 case Left(peer):
                     self.leases.end(peer)
+                case Retire(group):
+                    self.leases.retired(group, now)
                 case Shutdown():
                     self.clients.is_shut = True
                 case _:
@@ -93,7 +96,7 @@ class Judge:
             case Prepared() as prepared:
                 self.leases.answered(prepared)
             case StepFailed(lease=lease):
-                self.leases.views.pop(lease, None)
+                self.leases.lose(lease)
             case _:
                 pass
 
@@ -127,7 +130,7 @@ class Judge:
                 case Send(_, Prepare() | Forget() as word):
                     self.leases.asked(word)
                 case Send(_, Gone(lease=lease)):
-                    self.leases.views.pop(lease, None)
+                    self.leases.lose(lease)
                 case _:
                     pass
         for late in self.clients.late:

@@ -10,7 +10,7 @@ import heapq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
     Cancel,
@@ -23,6 +23,7 @@ from kilburn.controller.core.events import (
     Started,
     Submit,
 )
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker
 from kilburn.shared.messages import Hello, StepPlan, Timings, Welcome

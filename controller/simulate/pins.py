@@ -23,6 +23,7 @@ class PinCase:
 
     pin: Pin
     submit: Submit
+    at_s: float = 0.0
     emitted: list[list[int]] = field(default_factory=lambda: [[]])
     ended: list[FinishReason | None] = field(default_factory=lambda: [None])
     search: Search | None = None
@@ -76,10 +77,10 @@ class Pins:
 
     # --- what happens to them
 
-    def registered(self, pin: Pin) -> None:
+    def registered(self, pin: Pin, now: float) -> None:
         self._gone_now = set()
         submit = Submit(pin.prefix_id, pin.tokens, 1, Sampling(temperature=0.0))
-        self.cases[pin.prefix_id] = PinCase(pin, submit)
+        self.cases[pin.prefix_id] = PinCase(pin, submit, now)
 
     def unpinned(self, prefix_id: int) -> None:
         if prefix_id in self.cases:
@@ -150,11 +151,18 @@ class Pins:
         case.is_excused = True
 
     def missing(self) -> str:
-        """A prefix that some worker group does not hold, in words; empty if there is none."""
-        for view in self.leases.views.values():
-            for case in self.live():
-                if not case.is_excused and case.pin.prefix_id not in view.pins:
-                    return f"prefix {case.pin.prefix_id} is not held by {view.hello.name}"
+        """A prefix that no worker group holds, or not one that has used it, in words; empty if there is none."""
+        views = [view for view in self.leases.views.values() if view.leaves_s is None]
+        for case in self.live():
+            number, tokens = case.pin.prefix_id, case.pin.tokens
+            if case.is_excused or not views:
+                continue
+            if not any(number in view.pins for view in views):
+                return f"prefix {number} is held by nobody"
+            for view in views:
+                users = [told for told in view.users.values() if case.serves(told.submit) and told.at_s > case.at_s]
+                if number not in view.pins and any(told.submit.prompt[: len(tokens)] == tokens for told in users):
+                    return f"prefix {number} is not held by {view.hello.name}, where it was used"
         return ""
 
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Event, Finished, Note, Refused, Send, Submit
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import GroupSnapshot
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker

@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Event, Finished, Refused, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import GroupSnapshot
 from kilburn.controller.simulate.fake_daemon import limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker

@@ -11,6 +11,7 @@ from random import Random
 from kilburn.controller.core.events import BeamSettings, EarlyStopping, Pin, Submit
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.simulate.fake_worker import UNPREPARABLE
+from kilburn.controller.simulate.upheaval import Upheaval, draw_upheaval
 from kilburn.shared.grammar import Grammar
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello
@@ -86,6 +87,7 @@ class Scenario:
     queue_s: float  # how long a request may wait; 0: for ever
     request_s: float  # how long it may take; 0: for ever
     prepare_s: float  # before a grammar is asked for again
+    upheaval: Upheaval
 
     @property
     def vocab_size(self) -> int:
@@ -130,6 +132,9 @@ def draw_scenario(seed: int) -> Scenario:
     sizes = (block_size, max_len, vocab_size)
     hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
     step_s = rng.choice((0.01, 0.03))
+    upheaval = draw_upheaval(seed, num_groups, len(errands))
+    late, numbers = Random(seed ^ 0x1A7E), range(num_groups, num_groups + len(upheaval.late_joins_s))
+    hellos += tuple([_draw_hello(late, number, errands, pins, sizes, False) for number in numbers])
     limits = Random(seed ^ 0x11A1)
     if limits.random() < 0.1:
         errands = tuple([_hurried(limits, errand) for errand in errands])
@@ -149,13 +154,16 @@ def draw_scenario(seed: int) -> Scenario:
         recovery_s=rng.choice((2.0, 20.0)),
         max_waiting=rng.choice((3, 100, 100, 100, 100, 100)),
         hellos=hellos,
-        joins_s=tuple(rng.choice((0.0, 0.0, rng.uniform(0, 2.0))) for _ in hellos),
+        joins_s=(
+            *[rng.choice((0.0, 0.0, rng.uniform(0, 2.0))) for _ in range(num_groups)],
+            *upheaval.late_joins_s,
+        ),
         errands=errands,
         pins=pins,
         most_pinned=rng.choice((0.5, 0.5, 0.8)),
         preemption=rng.choice((Preemption.AUTO, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.SWAP)),
-        faults=_draw_faults(rng),
-        calm_s=last_s + rng.uniform(0.2, 3.0),
+        faults=_without_deaths(_draw_faults(rng)) if upheaval.poison else _draw_faults(rng),
+        calm_s=max(last_s + rng.uniform(0.2, 3.0), upheaval.over_s),
         shutdown_s=shutdown_s,
         step_s=step_s,
         link_s=rng.choice((0.0005, 0.005, 0.03)),
@@ -169,6 +177,7 @@ def draw_scenario(seed: int) -> Scenario:
         queue_s=limits.choice((0.0,) * 10 + (0.1, 1.0)),
         request_s=limits.choice((0.0,) * 10 + (0.3, 2.0)),
         prepare_s=grammars.choice((0.05, 0.5, 5.0)),
+        upheaval=upheaval,
     )
 
 
@@ -318,6 +327,11 @@ def _draw_sampling(rng: Random, number: int, vocab_size: int) -> Sampling:
         stop_ids=stops if len(stops) < vocab_size else (),
         logprobs=rng.choice((-1,) * 8 + (0, 2)),
     )
+
+
+def _without_deaths(faults: Faults) -> Faults:
+    """Nothing that ends a lease."""
+    return Faults(bad_row=faults.bad_row, lost_block=faults.lost_block, lost_host=faults.lost_host)
 
 
 def _draw_faults(rng: Random) -> Faults:

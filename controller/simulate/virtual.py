@@ -8,11 +8,11 @@ It ends when everybody has an answer and every block is free again; any broken l
 
 import heapq
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
     Beam,
@@ -30,6 +30,7 @@ from kilburn.controller.core.events import (
     Pinned,
     PromptScored,
     Refused,
+    Retire,
     Send,
     Shutdown,
     Started,
@@ -38,6 +39,7 @@ from kilburn.controller.core.events import (
     Tick,
     Unpin,
 )
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.body import Body
 from kilburn.controller.simulate.judge import Judge
@@ -95,6 +97,11 @@ class World:
         self._num_planned = 0
         self._ticks_here = 0
         self._is_closing = False
+        self.retired: set[str] = set()  # told to leave, and not gone yet
+        self.num_poisoned: Counter[int] = Counter()  # request -> workers that it ended
+        after = dict(scenario.upheaval.poison)
+        submits = [errand.submit for errand in scenario.errands if errand.submit.request_id in after]
+        self.poison: Mapping[int, int] = {s.request_id: len(s.prompt) - 1 + after[s.request_id] for s in submits}
 
     # --- the course of things
 
@@ -105,6 +112,8 @@ class World:
             self.after(errand.at_s, self._submitting(errand))
         for wish in scenario.pins:
             self.after(wish.at_s, self._pinning(wish))
+        for at_s, number in scenario.upheaval.retires:
+            self.after(at_s, partial(self._retires, scenario.hellos[number].name))
         for hello, join_s in zip(scenario.hellos, scenario.joins_s, strict=True):
             self.after(join_s, partial(self._born, hello))
         if scenario.shutdown_s is not None:
@@ -126,6 +135,9 @@ class World:
         self._pass(PATIENCE_S, until=lambda: not pins.missing())
         if pins.missing() and self.scenario.shutdown_s is None:
             raise WorldBroken(pins.missing())
+        self._pass(patience_s, until=lambda: not self._leaving())
+        if self._leaving():
+            raise WorldBroken(f"{self._leaving()} was told to leave, has nothing to do, and stays")
         self.inbox += [Unpin(case.pin.prefix_id) for case in pins.live()]
         self._pass(patience_s, until=lambda: not self._held())
         if self._held():
@@ -140,6 +152,10 @@ class World:
         self.after(seconds, lambda: None)
         while self._agenda and self.now < end_s and (self.inbox or not until()):
             self._next()
+
+    def _leaving(self) -> str:
+        views = self.judge.leases.views.values()
+        return ", ".join(view.hello.name for view in views if view.leaves_s is not None)
 
     def _held(self) -> str:
         """In an engine without requests nothing waits, nothing runs, and no block has an owner."""
@@ -264,7 +280,7 @@ class World:
             index = self.rng.randrange(errand.submit.n)
             if self.num_emitted[request_id, index]:  # a stop string is found in something
                 self.inbox.append(Stop(request_id, index))
-        elif luck < 0.35 and self.faults() != CALM:
+        elif luck < 0.35 and self.faults() != CALM and not self.poison:
             # ... or his worker does.
             for body in [body for body in self.bodies.values() if body.is_alive and body.worker is not None]:
                 self.seen["death while swapped"] += 1
@@ -304,6 +320,23 @@ class World:
         body.greet(self)
         self._beating(body)
 
+    def _retires(self, name: str) -> None:
+        self.retired.add(name)
+        self.inbox.append(Retire(name))
+        self.seen["retired"] += any(view.hello.name == name for view in self.judge.leases.views.values())
+
+    def poisoned(self, request: int) -> None:
+        self.seen["death by poison"] += 1
+        self.num_poisoned[request] += 1
+        # Twice in the blast, and once alone; and each plan under way whose result was lost may hide a token's progress.
+        if self.num_poisoned[request] > 3 + self.scenario.depth:
+            raise WorldBroken(f"a request ended {self.num_poisoned[request]} workers", request)
+
+    def _is_cut(self, peer: bytes) -> bool:
+        """Whether nothing gets through between the core and this worker now."""
+        hellos, name = self.scenario.hellos, self.bodies[peer].hello.name
+        return any(start <= self.now < end and hellos[n].name == name for start, end, n in self.scenario.upheaval.cuts)
+
     def _beating(self, body: Body) -> None:
         def beat() -> None:
             if body.is_alive:
@@ -316,6 +349,10 @@ class World:
         """The process ended. Somebody may notice; it may come back."""
         body.is_alive = False
         self.seen["death"] += 1
+        if not returns and body.hello.name in self.retired and not self.judge.clients.is_shut:
+            self.seen["left"] += 1
+            self.retired.discard(body.hello.name)
+            returns = self.scenario.upheaval.returns
         self.story.add(self.now, "*", f"{body.peer.decode()} ends")
         if self.rng.random() < 0.5:
             self.after(self.rng.uniform(0, 0.2), lambda: self.inbox.append(Left(body.peer, "the process ended")))
@@ -342,15 +379,17 @@ class World:
         self.ready_s[peer, way] = at_s
         return at_s
 
-    def _is_lost(self, message: object) -> bool:
-        if self.rng.random() >= self.faults().lose:
+    def _is_lost(self, peer: bytes, message: object) -> bool:
+        is_cut = self._is_cut(peer)
+        self.seen["cut off"] += is_cut
+        if self.rng.random() >= self.faults().lose and not is_cut:
             return False
         self.seen["lost message"] += 1
         self.story.add(self.now, "*", f"lost: {type(message).__name__}")
         return True
 
     def to_core(self, body: Body, message: FromWorker, after_s: float = 0.0) -> None:
-        if self._is_lost(message):
+        if self._is_lost(body.peer, message):
             return
         delay_s = self._arrival_s(body.peer, "up", after_s) - self.now
         self.after(delay_s, lambda: self.inbox.append(Arrived(body.peer, message)))
@@ -362,7 +401,7 @@ class World:
         if isinstance(message, StepPlan):
             self._count_plan(message)
         body, turn = self.bodies[peer], self.turn
-        if self._is_lost(message):
+        if self._is_lost(peer, message):
             return
 
         def hear() -> None:

@@ -4,6 +4,7 @@ Plans must come in steps without gaps, at most `depth` under way, for a lease th
 exactly what their client saw. Whether blocks hold what a plan believes is the fake worker's to say.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -37,6 +38,7 @@ class Told(Protocol):
     """What a client has been told of its request."""
 
     submit: Submit
+    at_s: float
     emitted: list[list[int]]
     ended: list[FinishReason | None]
     search: Search | None
@@ -76,8 +78,10 @@ class LeaseView:
     flights: list[Flight] = field(default_factory=list)
     rows: dict[int, RowView] = field(default_factory=dict)
     is_draining: bool = False
+    leaves_s: float | None = None  # since when it is to leave
     pins: dict[int, int] = field(default_factory=dict)  # prefixes that were pinned -> blocks
     pin_tables: dict[int, tuple[int, ...]] = field(default_factory=dict)  # prefix -> the blocks of its row
+    users: dict[int, Told] = field(default_factory=dict)  # requests that had a row here, by their numbers
     num_lost: int = 0  # blocks that it lost
     knows_prompts: bool = False  # what a token of a prompt costs it is known from a result
     preempted: set[int] = field(default_factory=set)  # requests that were, and wait
@@ -94,6 +98,8 @@ class Leases:
         self.views: dict[int, LeaseView] = {}
         self.hellos: dict[bytes, Hello] = {}
         self.drawn: set[tuple[int, int, int]] = set()  # (request, index, position) whose result is in
+        self.num_losses: Counter[int] = Counter()  # request -> leases that ended with work of it under way
+        self.lost_alone: set[int] = set()  # requests with nothing beside them when a lease ended
         self.accepted_now: set[tuple[int, int]] = set()  # (lease, step) of results that came in this turn
 
     # --- what they say
@@ -123,7 +129,21 @@ class Leases:
 
     def end(self, peer: bytes) -> None:
         for lease in [view.lease for view in self.views.values() if view.peer == peer]:
-            del self.views[lease]
+            self.lose(lease)
+
+    def lose(self, lease: int) -> None:
+        """A lease is over, if it was not before."""
+        view = self.views.pop(lease, None)
+        if view is not None:
+            requests = {row.request_id for flight in view.flights for row, _ in flight.advances}
+            self.num_losses.update(sorted(requests))
+            if len(requests) == 1:
+                self.lost_alone |= requests
+
+    def retired(self, group: str, now: float) -> None:
+        for view in self.views.values():
+            if view.hello.name == group and view.leaves_s is None:
+                view.leaves_s = now
 
     def returned(self, result: StepResult) -> set[int]:
         """A result is in. Returns the requests of which a row failed."""
@@ -193,6 +213,10 @@ class Leases:
     ) -> RowView:
         rid = admit.sampling.seed >> 32
         case, choose = requests.get(rid), admit.sampling.choose
+        if case is not None:
+            view.users[rid] = case
+        if case is not None and view.leaves_s is not None:
+            demand(case.at_s <= view.leaves_s, "a request is placed where the worker group is to leave", rid)
         if rid == 0:  # requests are numbered from 1
             case = next((told for told in prefixes.values() if _computes(admit, told)), None)
             if case is not None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Event, Shutdown, Submit, Tick
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.health import judged
 from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.shared.messages import Beat

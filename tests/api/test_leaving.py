@@ -13,8 +13,9 @@ import pytest
 
 from kilburn.controller.app import Running, run_controller, running_controller
 from kilburn.controller.choice import Ask
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Stop
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.registry import InProcessRegistry
 from kilburn.controller.salts import Salts

@@ -30,14 +30,14 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
-    ("block_map", "door", "homeless", "limits", "pinning"),
-    ("snapshot",),
+    ("block_map", "door", "homeless", "limits", "settings"),
+    ("pinning", "snapshot"),
     ("placement",),
     ("scheduler", "lease", "ranks"),
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),
     ("turns",),
-    ("forming", "pacing", "fairness", "grammars"),
+    ("forming", "pacing", "fairness", "grammars", "blame"),
     ("policy", "beam", "prefixes"),
     ("memory",),
     ("sequence",),

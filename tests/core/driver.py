@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kilburn.controller.core.block_pool import BlockPool
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
     Beam,
@@ -43,6 +43,7 @@ from kilburn.controller.core.placement import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
 from kilburn.controller.core.sequence import Sequence as CoreSequence
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import GroupSnapshot
 from kilburn.shared.messages import FromWorker, Gone, Hello, StepPlan, Welcome
 from kilburn.shared.sampling import Sampling

@@ -11,10 +11,10 @@ from itertools import product
 import pytest
 
 from kilburn.controller.core.beam import BeamSearch
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import BeamSettings, EarlyStopping, Left
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.sequence import State
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.beams import Search, search
 from kilburn.controller.simulate.oracle import candidates, chain_of
 from kilburn.shared.messages import KvLost

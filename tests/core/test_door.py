@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Refusal, Shutdown, Tick
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.types import FinishReason
 from tests.core.driver import Hand, settings_of_depth
 from tests.core.worker import hello

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kilburn.controller.core.admission import MOST_AT_ONCE
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Arrived
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.messages import StepFailed
 from tests.core.driver import Hand
 from tests.core.worker import hello

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Arrived, Left, NoteKind, Shutdown, Tick
 from kilburn.controller.core.lease import MOVES, Lease, LeaseState
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.messages import Beat, Drain, Gone, Goodbye, Reject, StepDone, StepFailed, StepPlan, Welcome
 from kilburn.shared.types import FinishReason, LawBroken
 from tests.core.driver import Hand, settings_of_depth
@@ -345,7 +345,7 @@ def test_places_in_line_outlive_the_lease() -> None:
 # --- leaving in good order
 
 
-def test_drain_is_sent_once_when_nothing_is_left() -> None:
+def test_drain_is_sent_when_nothing_is_left_and_again_with_each_beat() -> None:
     hand = at_work()
     hand.handle(Shutdown())
     assert not messages(hand, Drain)
@@ -353,8 +353,10 @@ def test_drain_is_sent_once_when_nothing_is_left() -> None:
     hand.check(1, 2)
     assert messages(hand, Drain) == [Drain(1)]
     assert hand.snapshot().state is LeaseState.DRAINING
-    hand.handle(Tick(), Shutdown(), after_s=1.0)
+    hand.handle(Tick(), Shutdown(), after_s=0.9)
     assert messages(hand, Drain) == [Drain(1)]
+    hand.handle(Tick(), after_s=0.1)
+    assert messages(hand, Drain) == [Drain(1)] * 2
     hand.say(Goodbye("drained"))
     assert not hand.engine.snapshot().groups
     assert hand.engine.deadline is None

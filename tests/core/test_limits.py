@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Refusal, Tick
 from kilburn.controller.core.limits import WINDOW_S, Clocks, Limit, Outflow, Patience, shorter
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.types import FinishReason
 from tests.core.driver import Hand
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Left, Refusal, Shutdown
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.prefixes import common_run
 from kilburn.controller.core.sequence import State
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.messages import Drain, StepPlan
 from kilburn.shared.types import LawBroken
 from tests.core.driver import Hand, settings_of_depth

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.sequence import State
+from kilburn.controller.core.settings import EngineSettings
 from tests.core.driver import Hand
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Arrived, Refusal, Submit
 from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.sequence import Group, Place
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.controller.simulate.metered import Metered, StepCosts
 from kilburn.shared.messages import StepFailed

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.events import Submit
 from kilburn.controller.core.pacing import LEAST, UNKNOWN, Pacing
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.controller.simulate.metered import Metered, StepCosts
 from kilburn.shared.sampling import Sampling

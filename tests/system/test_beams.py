@@ -7,8 +7,9 @@ Both compute in float32. Sequences may differ only where two hypotheses score so
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Beam, BeamSettings, EarlyStopping, Event, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.prepared import prepared_folder
 from kilburn.shared.config import WorkerSettings
 from kilburn.shared.messages import StepPlan

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Queue
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Beam, Emit, Event, Finished, Note, Refused, Send, Submit
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import GroupSnapshot
 from kilburn.shared.messages import Forget, Hello, Prepare, Prepared, StepPlan, StepResult, Unpreparable
 from kilburn.worker.grammars import Grammars
