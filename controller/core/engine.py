@@ -512,9 +512,11 @@ class Engine:
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
-        if home.lease.state is LeaseState.DRAINING or home.is_held:
+        if home.lease.state is LeaseState.DRAINING:
             return  # a named prefix is not waited for, and not begun
         effects.extend(Send(home.lease.peer, word) for word in scheduler.line.grammars.speak(now))  # who draws
+        if home.is_held:
+            return
         while len(scheduler.flights) < self.settings.depth:
             plan = scheduler.plan(now, effects)
             if plan is None:

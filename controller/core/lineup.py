@@ -246,6 +246,8 @@ class Lineup:
             for sequence in group.live:
                 sequence.chain = []  # the next worker may have blocks of another size
         self.waiting.clear()
+        for group in groups:
+            self.grammars.leave(group)
         return groups
 
     # --- ends

@@ -147,7 +147,7 @@ class Scheduler:
                 return None  # it is to be alone
             self.probe = self.line.waiting.suspect
             plan = self._plan(now, effects)
-            if self.probe in self.line.running:
+            if plan is not None or self.probe in self.line.running:
                 return plan
             self.probe = None  # it does not fit yet: those who run go on
         return self._plan(now, effects)

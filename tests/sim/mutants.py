@@ -94,18 +94,18 @@ MUTANTS = [
         (
             (
                 "prefix_index.py",
-                "parent, tokens[i * size : (i + 1) * size], salt",
-                "ROOT, tokens[i * size : (i + 1) * size], salt",
+                "hasher.digest(parent, ",
+                "hasher.digest(ROOT, ",
             ),
             ("prefix_index.py", "or name.parent != (chain[i - 1] if i else ROOT)", ""),
         ),
     ),
-    one("digest without salt", "prefix_index.py", 'salt.value if i == salt.after // size else b""', 'b""'),
+    one("digest without salt", "prefix_index.py", 'salt.value if i == salt.after // block_size else b""', 'b""'),
     one(
         "a hit covers the newest token",
         "prefix_index.py",
-        "range(first, (len(tokens) - 1) // self._block_size)",
-        "range(first, len(tokens) // self._block_size)",
+        "end = (len(tokens) - 1) // self._block_size",
+        "end = len(tokens) // self._block_size",
     ),
     one(
         "what is to be scored is hit",
@@ -280,8 +280,8 @@ MUTANTS = [
     one(
         "Gone for a lease that its own worker's Hello replaced",
         "engine.py",
-        "effects, is_told=False)",
-        "effects, is_told=True)",
+        "effects, is_told=False, is_crash",
+        "effects, is_told=True, is_crash",
     ),
     # --- failure
     one("steps are numbered across leases", "scheduler.py", "self._next_step = 1\n", "self._next_step = lease\n"),
@@ -539,14 +539,14 @@ MUTANTS = [
     one(
         "the salt enters a block late",
         "prefix_index.py",
-        "if i == salt.after // size",
-        "if i == salt.after // size + 1",
+        "if i == salt.after // block_size",
+        "if i == salt.after // block_size + 1",
     ),
     one(
         "a prefix is not restored",
         "engine.py",
-        "        effects.extend(self._pinning.restore(self._homes[peer], self._homeless.groups))\n",
-        "",
+        "        self._has_moved = True\n        welcome",
+        "        welcome",
     ),
     one(
         "a deleted prefix keeps its blocks",
@@ -584,6 +584,27 @@ MUTANTS = [
         "engine.py",
         "if home.lease.state is LeaseState.DRAINING:\n            return",
         "if False:\n            return",
+    ),
+    # --- several worker groups
+    one(
+        "a group that is to leave stays",
+        "engine.py",
+        "        if home.is_held and not home.scheduler.flights:",
+        "        if False:",
+    ),
+    one("a prefix is not pinned where it is used", "homeless.py", "pinning.used(home, group, self.groups)", "[]"),
+    one("nobody is suspected", "blame.py", "return group.blasts.num >= TWICE and", "return False and"),
+    one(
+        "a suspect has company",
+        "scheduler.py",
+        "            if self.probe is not None and group is not self.probe:",
+        "            if False:",
+    ),
+    one(
+        "a poisonous request is tried again and again",
+        "engine.py",
+        "guilty = home.scheduler.lost() if is_crash else None",
+        "guilty = None if home.scheduler.lost() else None",
     ),
     # --- grammars
     one("a grammar is not waited for", "grammars.py", "return held.is_ready", "return True"),
@@ -628,7 +649,9 @@ NEAR = {
     "pinned blocks are promised to requests": 148,
     "a prefix may strand a request": 140,
     "a lost block of a prefix is copied for ever": 408,
-    "a pin goes on after its worker was drained": 166,
+    "a pin goes on after its worker was drained": 0,
+    "a suspect has company": 560,
+    "a prefix is not pinned where it is used": 90,
 }
 
 

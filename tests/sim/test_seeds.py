@@ -69,6 +69,11 @@ HAPPENINGS = {
     "host block lost": 10,
     "beams swapped": 20,
     "death while swapped": 3,
+    "retired": 200,
+    "left": 200,
+    "cut off": 300,
+    "death by poison": 200,
+    "poison": 50,
 }
 
 
