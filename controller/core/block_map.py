@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kilburn.controller.core.placement import Home
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.sequence import Group, State
 from kilburn.controller.core.snapshot import Snapshot

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.events import Refusal, Refused, Submit
+from kilburn.controller.core.limits import Outflow
 from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place
+from kilburn.controller.core.settings import EngineSettings
 
 
 def room_for(num_prompt: int, n: int, schedulers: Sequence[Scheduler], num_shared: int = 0) -> int | None:
@@ -54,3 +56,28 @@ def group_of(submit: Submit, place: Place, salt: Salt) -> Group:
     """What a request becomes once it is accepted."""
     parts = (submit.request_id, place, submit.prompt, submit.max_tokens, submit.sampling, submit.n, salt)
     return Group(*parts, submit.grammar) if submit.beams is None else BeamGroup(*parts, submit.beams)
+
+
+def queue_full(
+    submit: Submit,
+    settings: EngineSettings,
+    waiting: tuple[int, int],
+    num_its: int | None,
+    outflow: Outflow,
+    now: float,
+) -> Refused | None:
+    """Why no more may wait; None where they may.
+
+    `waiting`: requests, and the tokens of their prompts. `num_its`: requests of this tenant; None: it may have all.
+    """
+    num_waiting, num_tokens = waiting
+    num_over = num_waiting + 1 - settings.max_waiting
+    if num_its is not None:
+        num_over = max(num_over, num_its + 1 - (settings.max_waiting + 1) // 2)
+    most_tokens = settings.max_waiting_tokens
+    tokens_over = num_tokens + len(submit.prompt) - most_tokens if most_tokens else 0
+    if num_over <= 0 and (tokens_over <= 0 or not num_tokens):
+        return None
+    retry_after_s = outflow.wait_s(max(num_over, 1), max(tokens_over, 0), now)
+    message = f"{num_waiting} requests with {num_tokens} tokens are waiting; try again in {retry_after_s} s"
+    return Refused(submit.request_id, Refusal.QUEUE_FULL, message, retry_after_s)

@@ -46,19 +46,19 @@ from kilburn.controller.core.events import (
     Unpin,
 )
 from kilburn.controller.core.fairness import Fairness
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.homeless import Homeless
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiting, shorter
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
-from kilburn.controller.core.placement import Home
+from kilburn.controller.core.placement import can_move
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.ranks import Muster, RanksDisagree
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
-from kilburn.controller.core.step import Flight
 from kilburn.controller.core.turns import turn_of
 from kilburn.shared.digest import BlockHasher
 from kilburn.shared.messages import (
@@ -77,8 +77,6 @@ from kilburn.shared.messages import (
     Welcome,
 )
 from kilburn.shared.types import FinishReason, LawBroken
-
-TIMES = 10  # a step may take so many times what it was predicted to take
 
 
 class Engine:
@@ -145,8 +143,8 @@ class Engine:
             times.append(self._clocks.next_at)
         for home in self._homes.values():
             times += [home.lease.deadline, home.scheduler.line.grammars.deadline]
-            if home.scheduler.flights:
-                times.append(self._step_deadline(home))
+            late_at = home.step_deadline(self.settings.step_deadline_s)
+            times += [] if late_at is None else [late_at]
         return min(times, default=None)
 
     @property
@@ -228,20 +226,11 @@ class Engine:
         return self._queue_full(submit, now) or door.objection(submit, [h.scheduler for h in self._homes.values()])
 
     def _queue_full(self, submit: Submit, now: float) -> Refused | None:
-        settings, (num_waiting, num_tokens) = self.settings, self._waiting()
-        num_over = num_waiting + 1 - settings.max_waiting
+        num_its = None
         if self._fairness is not None:
             num_its = sum(group.tenant == submit.tenant for group in self._homeless.groups)
             num_its += self._fairness.num_waiting(submit.tenant)
-            num_over = max(num_over, num_its + 1 - (settings.max_waiting + 1) // 2)
-        tokens_over = (
-            num_tokens + len(submit.prompt) - settings.max_waiting_tokens if settings.max_waiting_tokens else 0
-        )
-        if num_over <= 0 and (tokens_over <= 0 or not num_tokens):
-            return None
-        retry_after_s = self._outflow.wait_s(max(num_over, 1), max(tokens_over, 0), now)
-        message = f"{num_waiting} requests with {num_tokens} tokens are waiting; try again in {retry_after_s} s"
-        return Refused(submit.request_id, Refusal.QUEUE_FULL, message, retry_after_s)
+        return door.queue_full(submit, self.settings, self._waiting(), num_its, self._outflow, now)
 
     def _waiting(self) -> tuple[int, int]:
         """Requests that wait, here or for a worker group, and the tokens of their prompts."""
@@ -453,42 +442,33 @@ class Engine:
         Until then all of them go on here, and those that fit nowhere else come to their end.
         """
         lease = home.lease
-        home.is_held = lease.is_leaving and lease.state is not LeaseState.DRAINING and self._can_move(home)
+        may_leave = lease.is_leaving and lease.state is not LeaseState.DRAINING
+        home.is_held = may_leave and can_move(home, self._homes.values())
         if home.is_held and not home.scheduler.flights:
             self._evacuate(home, f"{lease.hello.name} leaves", now, effects)
             self._drain(home, effects)
 
-    def _can_move(self, home: Home) -> bool:
-        others = [other for other in self._homes.values() if other.lease.takes_requests]
-        return all(any(other.fits(group) for other in others) for group in home.scheduler.line.requests)
-
     # --- what time and room bring about
 
     def _pass_time(self, now: float, effects: list[Effect]) -> None:
+        floor_s = self.settings.step_deadline_s
         for peer, home in list(self._homes.items()):
             home.lease.doubt(now)
             if home.lease.is_silent(now):
                 who = f"rank {home.lease.most_silent} was " if len(home.lease.peers) > 1 else ""
                 self._end_lease(peer, f"{who}silent for {self.settings.silence_s:g} s", now, effects)
-            elif home.scheduler.flights and now >= self._step_deadline(home):
-                flight = home.scheduler.flights[0]
-                self._end_lease(peer, f"step {flight.step} took over {self._allowed_s(flight):g} s", now, effects)
+            elif (late_at := home.step_deadline(floor_s)) is not None and now >= late_at:
+                step, allowed_s = home.scheduler.flights[0].step, home.allowed_s(floor_s)
+                self._end_lease(peer, f"step {step} took over {allowed_s:g} s", now, effects)
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
-                self._tell(home, _beat(home), effects)
+                self._tell(home, home.beat, effects)
             if home.scheduler.line.waiting.preparing:
                 home.scheduler.line.give_up_grammars(now, effects)
                 self._forget_ended(home)
         for request_id, limit in self._clocks.due(now):
             self._time_is_up(request_id, limit, now, effects)
         self._clocks.clear_away(self._groups.__contains__, len(self._groups))
-
-    def _step_deadline(self, home: Home) -> float:
-        flight = home.scheduler.flights[0]
-        return max(flight.sent_at, home.scheduler.last_commit_at) + self._allowed_s(flight)
-
-    def _allowed_s(self, flight: Flight) -> float:
-        return max(self.settings.step_deadline_s, TIMES * flight.predicted_s)
 
     def _time_is_up(self, request_id: int, limit: Limit, now: float, effects: list[Effect]) -> None:
         """A request has waited, or taken, as long as it may."""
@@ -603,10 +583,3 @@ class Engine:
                 self._forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects, is_crash=False)
         return self.handle((), now)
-
-
-def _beat(home: Home) -> Beat | Drain:
-    """A sign of life; to a worker that is to leave, that once more, should it have been lost."""
-    lease = home.lease
-    is_draining = lease.state is LeaseState.DRAINING
-    return Drain(lease.id) if is_draining else Beat(lease.id, home.scheduler.counters.steps)

@@ -10,8 +10,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kilburn.controller.core.events import Effect, Finished, Refusal, Refused, Turn, Turned
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.pinning import Pinning
-from kilburn.controller.core.placement import Home, choose
+from kilburn.controller.core.placement import choose
 from kilburn.controller.core.sequence import Group, State
 from kilburn.shared.types import FinishReason
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
 
 from kilburn.controller.core.events import NotPinned, Pin, Refusal, Refused
-from kilburn.controller.core.placement import Home
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.prefix_index import Salt
 from kilburn.controller.core.prefixes import PinGroup, Prefix, common_run, public_run
 from kilburn.controller.core.sequence import Group

@@ -21,8 +21,7 @@ in doubt, is given nobody.
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Listing
 
-from kilburn.controller.core.lease import Lease
-from kilburn.controller.core.ranks import Agreement
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
 from kilburn.shared.layout import blocks_for
@@ -30,23 +29,6 @@ from kilburn.shared.layout import blocks_for
 ANSWER = 256  # tokens
 DOUBT = 0.1
 TOKEN_S, STEP_S = 1e-4, 0.02  # before any group has shown anything
-
-
-class Home:
-    """A worker group as the engine sees it: its lease, what is scheduled on it, and what its ranks agree upon."""
-
-    __slots__ = ("agreement", "is_held", "lease", "scheduler")
-
-    def __init__(self, lease: Lease, scheduler: Scheduler) -> None:
-        self.lease, self.scheduler = lease, scheduler
-        self.agreement = Agreement(len(lease.peers))
-        self.is_held = False  # nothing more is planned: all that is here is about to move elsewhere
-
-    def fits(self, group: Group) -> bool:
-        first = group.live[0]
-        most = group.most_hit(first.num_prompt)
-        shared = self.scheduler.shared_with_pins(first.prompt, group.salt.value, most)
-        return self.scheduler.fits(first.num_prompt, first.limit, group.most_wide, shared)
 
 
 def choose(homes: Iterable[Home], group: Group) -> Home | None:
@@ -58,6 +40,12 @@ def choose(homes: Iterable[Home], group: Group) -> Home | None:
     least_s = min(costs)
     good = [home for home, cost_s in zip(fitting, costs, strict=True) if cost_s <= least_s * (1.0 + DOUBT)]
     return _of_two(good, group.place.arrival)
+
+
+def can_move(home: Home, homes: Iterable[Home]) -> bool:
+    """Whether others would take each request that is here."""
+    others = [other for other in homes if other.lease.takes_requests and other is not home]
+    return all(any(other.fits(group) for other in others) for group in home.scheduler.line.requests)
 
 
 def _of_two(homes: Listing[Home], arrival: int) -> Home:

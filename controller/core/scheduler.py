@@ -103,7 +103,7 @@ class Scheduler:
         index, num_spared = self.memory.index, len(first.tokens) - 1
         by_name = len(index.match(chain, first.tokens, group.salt)) * self.block_size
         _, run = longest_pin(first.prompt, group.salt.value, self.line.all_pins)
-        return min(max(by_name, run), num_spared)
+        return min(max(by_name, run), num_spared, group.most_hit(len(first.tokens)))
 
     def objection_to_pin(
         self, pin: PinGroup, most_pinned: float, others: Iterable[Group]

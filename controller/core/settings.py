@@ -11,7 +11,9 @@ class EngineSettings:
     max_step_tokens: int = 1 << 20  # positions per plan; the worker's own bound counts too
     beat_s: float = 0.5
     silence_s: float = 5.0
-    step_deadline_s: float = 60.0  # from the later of a plan's sending and the previous commit, or TIMES its prediction
+    step_deadline_s: float = (
+        60.0  # from the later of a plan's sending and the previous commit, or 10 times its prediction
+    )
     prepare_s: float = 20.0  # before a worker is asked for a grammar again
     recovery_s: float = 60.0  # how long a request waits for a worker group
     max_waiting: int = 1024  # requests that wait, preempted ones included

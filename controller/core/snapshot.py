@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 from kilburn.controller.core.departure import Way, Why
 from kilburn.controller.core.histogram import Spread
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.lease import LeaseState
-from kilburn.controller.core.placement import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.step import Counters
 from kilburn.controller.core.waste import tail_slots

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
     Beam,
@@ -28,6 +28,7 @@ from kilburn.controller.core.events import (
     Started,
     Submit,
 )
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.gates import Gate
 from kilburn.controller.simulate.quick import QuickWorker

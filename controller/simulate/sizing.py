@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kilburn.controller.core.departure import Way
-from kilburn.controller.core.engine import EngineSettings
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.cluster import FOREVER_S, Cluster, Timed, Worker
 from kilburn.controller.simulate.demand import Decoding, submits

@@ -30,9 +30,10 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
-    ("block_map", "door", "homeless", "limits", "settings"),
-    ("pinning", "snapshot"),
+    ("block_map", "door", "homeless"),
+    ("pinning", "snapshot", "limits", "settings"),
     ("placement",),
+    ("home",),
     ("scheduler", "lease", "ranks"),
     ("admission", "commit", "laws", "waste", "leaving"),
     ("lineup", "step"),

@@ -38,8 +38,8 @@ from kilburn.controller.core.events import (
     Submit,
     Unpin,
 )
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.lineup import Lineup
-from kilburn.controller.core.placement import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
 from kilburn.controller.core.sequence import Sequence as CoreSequence

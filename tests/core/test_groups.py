@@ -6,7 +6,8 @@ import pytest
 
 from kilburn.controller.core.blame import POISON
 from kilburn.controller.core.events import Disturbed, Left, NoteKind, Retire, Tick
-from kilburn.controller.core.placement import Home, choose, costs_s
+from kilburn.controller.core.home import Home
+from kilburn.controller.core.placement import choose, costs_s
 from kilburn.controller.core.sequence import Group, Place
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.shared.messages import Beat, Drain, Goodbye, StepFailed

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Effect, Emit, Event, Finished, Left, Send, Shutdown, Submit, Tick
 from kilburn.controller.core.lease import LeaseState
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker
 from kilburn.controller.simulate.oracle import finish

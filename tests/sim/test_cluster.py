@@ -10,8 +10,9 @@ import pytest
 
 from kilburn.controller import cli
 from kilburn.controller.capacity import cases, cluster_of, recommended, simulate
-from kilburn.controller.core.engine import Engine, EngineSettings
+from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Send, Submit
+from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed, submits
 from kilburn.controller.simulate.devices import DEVICES, DeviceError, Reach, measured
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of

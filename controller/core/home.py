@@ -1,0 +1,45 @@
+"""One worker group as the engine sees it. Groups know nothing of each other: each has its own pool, line and flight.
+
+A step may take TIMES what it was predicted to take (pacing.py), by a floor at least: so a hung step is found soon where
+steps are short, and a long one is not taken for hung.
+"""
+
+from kilburn.controller.core.lease import Lease, LeaseState
+from kilburn.controller.core.ranks import Agreement
+from kilburn.controller.core.scheduler import Scheduler
+from kilburn.controller.core.sequence import Group
+from kilburn.shared.messages import Beat, Drain
+
+TIMES = 10
+
+
+class Home:
+    """Its lease, what is scheduled on it, and what its ranks agree upon."""
+
+    __slots__ = ("agreement", "is_held", "lease", "scheduler")
+
+    def __init__(self, lease: Lease, scheduler: Scheduler) -> None:
+        self.lease, self.scheduler = lease, scheduler
+        self.agreement = Agreement(len(lease.peers))
+        self.is_held = False  # nothing more is planned: all that is here is about to move elsewhere
+
+    def fits(self, group: Group) -> bool:
+        first = group.live[0]
+        most = group.most_hit(first.num_prompt)
+        shared = self.scheduler.shared_with_pins(first.prompt, group.salt.value, most)
+        return self.scheduler.fits(first.num_prompt, first.limit, group.most_wide, shared)
+
+    def allowed_s(self, floor_s: float) -> float:
+        """How long the oldest step under way may take."""
+        return max(floor_s, TIMES * self.scheduler.flights[0].predicted_s)
+
+    def step_deadline(self, floor_s: float) -> float | None:
+        """When the oldest step under way is late, counted from the later of its sending and the commit before."""
+        flights = self.scheduler.flights
+        return max(flights[0].sent_at, self.scheduler.last_commit_at) + self.allowed_s(floor_s) if flights else None
+
+    @property
+    def beat(self) -> Beat | Drain:
+        """A sign of life; to a worker that is to leave, that once more, should it have been lost."""
+        is_draining = self.lease.state is LeaseState.DRAINING
+        return Drain(self.lease.id) if is_draining else Beat(self.lease.id, self.scheduler.counters.steps)
