@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from kilburn.controller.api import openapi
 from kilburn.controller.api.answering import REQUEST_ID, Answering
 from kilburn.controller.api.anthropic_routes import AnthropicRoutes
 from kilburn.controller.api.asking import completion_asks
@@ -49,6 +50,8 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._answering = service, Answering(service)
+        about = openapi.document(service.limits)
+        self._openapi, self._docs = to_json(about), openapi.page(about)
 
     # --- answers
 
@@ -137,6 +140,12 @@ class Routes:
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
+    async def openapi(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._openapi, content_type="application/json")
+
+    async def docs(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._docs, content_type="text/html", headers=openapi.HEADERS)
+
 
 def _told(reason: str | None) -> web.Response:
     if reason is None:
@@ -167,6 +176,8 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("DELETE", "/v1/prefixes/{name}", prefixes.delete, Access.TENANT),
         ("POST", "/tokenize", routes.tokenize, Access.TENANT),
         ("POST", "/detokenize", routes.detokenize, Access.TENANT),
+        ("GET", "/openapi.json", routes.openapi, Access.OPEN),
+        ("GET", "/docs", routes.docs, Access.OPEN),
         ("GET", "/metrics", routes.metrics, Access.METRICS),
         ("GET", "/debug/requests/{id}", routes.debug_request, Access.ADMIN),
         ("GET", "/health", routes.health, Access.OPEN),

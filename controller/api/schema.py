@@ -350,11 +350,11 @@ class PrefixRequest:
     messages: tuple[dict[str, Any], ...] | None = knob(
         Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), None, "What chats begin with.", limit="max_messages"
     )
-    model: str = knob(Words(256), "")
+    model: str = knob(Words(256), "", "The served model's name, or nothing.")
     public: bool = knob(Flag(), False, "For all tenants; wants an admin's key.")
-    add_special_tokens: bool = knob(Flag(), True)
-    allow_special_tokens: bool = knob(Flag(), False)
-    cache_salt: str = knob(Words(MOST_SALT_CHARS), "")
+    add_special_tokens: bool = knob(Flag(), True, "The tokenizer adds what it does by default.")
+    allow_special_tokens: bool = knob(Flag(), False, "Control tokens written out in it count as such.")
+    cache_salt: str = knob(Words(MOST_SALT_CHARS), "", "That of the requests which begin with it.")
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
@@ -369,15 +369,15 @@ class PrefixRequest:
 class TokenizeRequest:
     """vLLM's: a prompt, or messages."""
 
-    model: str = knob(Words(256), "")
+    model: str = knob(Words(256), "", "The served model's name, or nothing.")
     prompt: str | None = knob(Words(MOST_CHARS), None, "A text.")
     messages: tuple[dict[str, Any], ...] | None = knob(
         Many(Tree(MOST_CHARS, "object"), MOST_MESSAGES, least=1), None, "Or a conversation.", limit="max_messages"
     )
-    add_special_tokens: bool | None = knob(Flag(), None)
-    add_generation_prompt: bool = knob(Flag(), True)
-    continue_final_message: bool = knob(Flag(), False)
-    allow_special_tokens: bool = knob(Flag(), False)
+    add_special_tokens: bool | None = knob(Flag(), None, "The tokenizer adds what it does by default.")
+    add_generation_prompt: bool = knob(Flag(), True, "It ends with the beginning of an answer.")
+    continue_final_message: bool = knob(Flag(), False, "It ends within the last message.")
+    allow_special_tokens: bool = knob(Flag(), False, "Control tokens written out in it count as such.")
     return_token_strs: bool = knob(Flag(), False, "Each token's text, too.")
 
     def __post_init__(self) -> None:
@@ -388,4 +388,4 @@ class TokenizeRequest:
 @dataclass(frozen=True, kw_only=True)
 class DetokenizeRequest:
     tokens: tuple[int, ...] = needed(Many(Whole(0, INT32_MAX), MOST_PROMPT_IDS), "Token ids.")
-    model: str = knob(Words(256), "")
+    model: str = knob(Words(256), "", "The served model's name, or nothing.")

@@ -123,7 +123,7 @@ async def test_no_route_is_open_but_health(tmp_path: Path) -> None:
                         is_anthropics = path.startswith("/v1/messages")
                         assert told.get("code") == (None if is_anthropics else "invalid_api_key")
                         assert (told["type"] == "authentication_error") is is_anthropics
-        probes = {"/health", "/ready", "/live"}
+        probes = {"/health", "/ready", "/live", "/openapi.json", "/docs"}
         page = set(page_files())  # the block map's files hold no figures; its feed is not among them
         assert open_routes == {(method, path, 200) for method, path in routes if path in probes | page}
         assert "/map/events" not in page
@@ -160,7 +160,7 @@ async def test_figures_of_everybody_are_for_operators_and_for_keys_that_open_not
         assert (status, "kilburn_blocks" in text) == (200, True)
         status, text = await asked(ALICE, "GET", "/metrics")
         assert (status, "NAME:KEY:metrics" in text, "kilburn_blocks" in text) == (403, True, False)
-        opened = {"/health", "/ready", "/live", "/metrics", *page_files()}
+        opened = {"/health", "/ready", "/live", "/openapi.json", "/docs", "/metrics", *page_files()}
         for method, path in [route for route in every_route(world) if route[1] not in opened and route[0] != "HEAD"]:
             status, text = await asked(SCRAPER, method, path.replace("{name}", "tone").replace("{id}", "cmpl-1"))
             assert (status, "/metrics and nothing else" in text) == (403, True), path
