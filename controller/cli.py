@@ -31,7 +31,7 @@ from kilburn.shared.config import (
     complain,
     load_or_exit,
 )
-from kilburn.shared.keys import SettingError
+from kilburn.shared.keys import SettingError, default_name
 from kilburn.shared.kinds import nearest
 from kilburn.shared.model_files import BUNDLED_NAME, ModelRefused
 
@@ -94,8 +94,12 @@ def worker(words: Sequence[str]) -> int:
     from kilburn.controller.prepared import prepared_folder
 
     folder = prepared_folder(settings.model, settings.revision)
-    flags = as_flags(replace(settings, model=str(folder)))
-    os.execv(sys.executable, [sys.executable, "-m", "kilburn.worker", *flags])
+    settings = replace(settings, model=str(folder))
+    if settings.tp == 1 or settings.rank >= 0:
+        os.execv(sys.executable, [sys.executable, "-m", "kilburn.worker", *as_flags(settings)])
+    from kilburn.controller.rank_processes import run_ranks
+
+    return run_ranks(replace(settings, name=settings.name or default_name()))
 
 
 def gateway(words: Sequence[str]) -> int:

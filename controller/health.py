@@ -42,7 +42,7 @@ def _unhealthy(snapshot: Snapshot, now: float, progress_s: float) -> str | None:
     if snapshot.is_closing:
         return "shutting down"
     if not snapshot.groups:
-        return "no worker is ready"
+        return "ranks of a worker are missing" if snapshot.waiting_ranks else "no worker is ready"
     heard = [group for group in snapshot.groups if group.state is LeaseState.READY]
     if not heard:
         return "the workers are silent"

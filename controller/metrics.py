@@ -94,6 +94,8 @@ def _leases(snapshot: Snapshot) -> Values:
 
 ENGINE_FIGURES: tuple[Figure[Snapshot], ...] = (
     Figure("worker_groups", GAUGE, "worker groups with a lease", (), single(lambda s: len(s.groups))),
+    Figure("ranks_waiting", GAUGE, "ranks that wait for the others of their worker group", (),
+           single(lambda s: s.waiting_ranks)),
     Figure("leases", GAUGE, "leases, by state", ("state",), _leases),
     Figure("leases_began", COUNTER, "leases given", (), single(lambda s: s.leases_began)),
     Figure("leases_ended", COUNTER, "leases that ended", (), single(lambda s: s.leases_ended)),

@@ -112,12 +112,13 @@ def _seconds(group: GroupSnapshot) -> Values:
 
 
 def _info(group: GroupSnapshot) -> Values:
-    return [((str(group.block_size), str(group.num_blocks), str(group.num_host_blocks), str(group.max_len)), 1)]
+    sizes = (group.block_size, group.num_blocks, group.num_host_blocks, group.max_len, group.ranks)
+    return [(tuple([str(size) for size in sizes]), 1)]
 
 
 GROUP_FIGURES: tuple[Figure[GroupSnapshot], ...] = (
-    Figure("group_info", GAUGE, "1; what a worker group announced", ("block_size", "blocks", "host_blocks", "max_len"),
-           _info),
+    Figure("group_info", GAUGE, "1; what a worker group announced",
+           ("block_size", "blocks", "host_blocks", "max_len", "ranks"), _info),
     # --- memory
     Figure("blocks", GAUGE, "blocks of KV by tier and state; the four states sum to the pool", ("tier", "state"),
            _blocks),

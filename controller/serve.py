@@ -6,6 +6,7 @@
 
 The worker ends with this process whatever happens to it: by SIGTERM in good order, by the kernel (exit_with_parent) if
 this process is killed. A worker that dies is started again, and the engine is told at once: no waiting for silence.
+With --tp N the worker is N processes, each of which is looked after by itself.
 """
 
 import asyncio
@@ -18,8 +19,10 @@ from dataclasses import replace
 
 from kilburn.controller.app import Running, run_controller
 from kilburn.controller.prepared import prepared_folder, public_name
-from kilburn.controller.supervise import Patience, Supervisor, WorkerFailed
-from kilburn.shared.config import ControllerSettings, ServeSettings, WorkerSettings, as_flags, narrowed
+from kilburn.controller.rank_processes import rank_commands
+from kilburn.controller.supervise import Supervisor, WorkerFailed
+from kilburn.shared.config import ControllerSettings, ServeSettings, WorkerSettings, narrowed
+from kilburn.shared.model_shape import read_shape
 
 WORKER_GRACE_S = 10.0
 READY_POLL_S = 0.02
@@ -55,14 +58,9 @@ def curl_line(address: str, model_name: str, needs_key: bool) -> str:
     return f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
 
 
-def worker_command(settings: ServeSettings, endpoint: str) -> list[str]:
-    worker = replace(
-        narrowed(settings, WorkerSettings),
-        connect=settings.connect or endpoint,
-        name=settings.name or "worker-0",
-        exit_with_parent=True,
-    )
-    return [sys.executable, "-m", "kilburn.worker", *as_flags(worker)]
+def worker_settings(settings: ServeSettings, endpoint: str) -> WorkerSettings:
+    worker = narrowed(settings, WorkerSettings)
+    return replace(worker, connect=settings.connect or endpoint, name=settings.name or "worker-0")
 
 
 class Serving:
@@ -70,7 +68,7 @@ class Serving:
 
     def __init__(self, settings: ServeSettings, phases: Phases) -> None:
         self._settings, self._phases = settings, phases
-        self._supervisor: Supervisor | None = None
+        self._supervisors: list[Supervisor] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -88,8 +86,7 @@ class Serving:
             await controller
         finally:
             controller.cancel()
-            if self._supervisor is not None:
-                await self._supervisor.stop(WORKER_GRACE_S)
+            await asyncio.gather(*[supervisor.stop(WORKER_GRACE_S) for supervisor in self._supervisors])
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(controller, *self._tasks, return_exceptions=True)
@@ -100,19 +97,18 @@ class Serving:
     def _start(self, running: Running) -> None:
         """REST and ROUTER are bound: the worker may come."""
         self._phases.done("controller", f"{running.http_address}, pid {os.getpid()}")
-        self._supervisor = Supervisor(
-            worker_command(self._settings, running.endpoint),
-            os.environ,
-            on_end=running.worker_ended,
-            say=self._phases.note,
-            patience=Patience(),
-            # A worker that was drained leaves by itself, and shall not be replaced.
-            is_wanted=lambda: not running.driver.engine.snapshot().is_closing,
-        )
-        self._tasks += [
-            asyncio.create_task(self._supervise(self._supervisor, running)),
-            asyncio.create_task(self._announce(self._supervisor, running)),
-        ]
+        for command in rank_commands(worker_settings(self._settings, running.endpoint)):
+            supervisor = Supervisor(
+                command,
+                os.environ,
+                on_end=running.worker_ended,
+                say=self._phases.note,
+                # A worker that was drained leaves by itself, and shall not be replaced.
+                is_wanted=lambda: not running.driver.engine.snapshot().is_closing,
+            )
+            self._supervisors.append(supervisor)
+            self._tasks.append(asyncio.create_task(self._supervise(supervisor, running)))
+        self._tasks.append(asyncio.create_task(self._announce(running)))
 
     async def _supervise(self, supervisor: Supervisor, running: Running) -> None:
         try:
@@ -120,7 +116,8 @@ class Serving:
         except WorkerFailed as error:
             running.driver.streams.cut_short("no worker can be kept alive, and the server stops")
             await asyncio.sleep(LAST_ANSWERS_S)
-            self._failed.set_exception(error)
+            if not self._failed.done():  # several ranks may fail alike
+                self._failed.set_exception(error)
 
     async def _leave_with_parent(self, parent: int) -> None:
         """Stop in good order once the process that started this one is gone: a child is then given another parent."""
@@ -128,11 +125,12 @@ class Serving:
             await asyncio.sleep(PARENT_POLL_S)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def _announce(self, supervisor: Supervisor, running: Running) -> None:
+    async def _announce(self, running: Running) -> None:
         """The first time that tokens can be produced."""
         while not running.is_ready():
             await asyncio.sleep(READY_POLL_S)
-        self._phases.done("worker", f"loaded and warm, pid {supervisor.pid}")
+        pids = ", ".join(str(supervisor.pid) for supervisor in self._supervisors)
+        self._phases.done("worker", f"loaded and warm, pid {pids}")
         needs_key = bool(self._settings.api_key_file or os.environ.get("KILBURN_API_KEYS"))
         print(f"\n{running.model_name} is ready after {self._phases.total_s:.1f} s. Try:\n")
         print(f"  {curl_line(running.http_address, running.model_name, needs_key)}\n")
@@ -144,6 +142,8 @@ def run_serve(settings: ServeSettings) -> int:
     phases = Phases()
     print(f"kilburn serve {settings.model}", flush=True)
     folder = prepared_folder(settings.model, settings.revision)
+    if settings.tp > 1:
+        read_shape(folder, "float32", settings.tp)  # refuses a split that does not divide the model
     phases.done("model", str(folder))
     name = settings.served_model_name or public_name(settings.model)
     settings = replace(settings, model=str(folder), served_model_name=name)

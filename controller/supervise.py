@@ -60,11 +60,12 @@ class Supervisor:
         environ: Mapping[str, str],
         on_end: Callable[[int, str], None],
         say: Callable[[str], None],
-        patience: Patience,
+        patience: Patience | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         self._command, self._environ = list(command), dict(environ)
-        self._on_end, self._say, self._patience, self._is_wanted = on_end, say, patience, is_wanted
+        self._on_end, self._say, self._is_wanted = on_end, say, is_wanted
+        self._patience = patience or Patience()
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 

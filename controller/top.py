@@ -192,9 +192,10 @@ def _rate(rate: float | None) -> str:
 
 def worker_line(worker: dict[str, Any]) -> Text:
     line = Text(f"{worker['name']}  ", "bold")
+    ranks = f" of {worker['ranks']} ranks" if worker["ranks"] > 1 else ""
     line.append(worker["state"], "green" if worker["state"] == "ready" else "bold red")
     line.append(
-        f"  lease {worker['lease']}, heard {worker['heard_s']:.1f} s ago, {worker['beats']:,} beats,"
+        f"  lease {worker['lease']}{ranks}, heard {worker['heard_s']:.1f} s ago, {worker['beats']:,} beats,"
         f" {worker['steps']:,} steps; preempted {worker['preempted_by_swap']} by swap,"
         f" {worker['preempted_by_recompute']} by recompute",
         "not bold",

@@ -2,8 +2,8 @@
 
     SHA-256( domain | the plan as a frame | the outcomes as a frame )
 
-Outcomes are what every rank knows: tokens, failures, losses. Log probabilities are rank 0's alone and timings each
-rank's own; neither enters. Frames are canonical, so that the digest is equal in every process.
+Outcomes are what every rank knows: tokens, which rows failed, losses. Reasons and log probabilities are rank 0's alone
+and timings each rank's own; none of these enters. Frames are canonical, so that the digest is equal in every process.
 """
 
 import hashlib
@@ -18,5 +18,6 @@ _DOMAIN = b"kilburn.step.1\0"
 def step_digest(plan: StepPlan, result: StepResult) -> bytes:
     """32 bytes. What a rank > 0 says of a step in StepDone, and what rank 0's answer must come to."""
     frame = encode(plan)
-    outcomes = StepResult(result.lease, result.step, result.num_tokens, result.tokens, result.failed, result.lost)
+    failed = dict.fromkeys(result.failed, "")
+    outcomes = StepResult(result.lease, result.step, result.num_tokens, result.tokens, failed, result.lost)
     return hashlib.sha256(_DOMAIN + pack("<Q", len(frame)) + frame + encode(outcomes)).digest()

@@ -196,3 +196,9 @@ def _key(fields: dict[str, object], name: str, path: Path) -> str:
     if not isinstance(value, str) or _KEY.fullmatch(value) is None:
         raise SettingError(f"key file {path}: {name} should be a key of 40 characters")
     return value
+
+
+def default_name() -> str:
+    """Of a worker: host name and process id, in the letters that a name may have."""
+    host = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in os.uname().nodename)
+    return f"{host.lstrip('._-')[:48] or 'worker'}-{os.getpid()}"

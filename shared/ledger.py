@@ -150,6 +150,12 @@ def logits_bytes(vocab_size: int, max_rows: int, is_fused: bool) -> int:
     return (FUSED_LOGIT_BYTES if is_fused else LOGIT_BYTES) * vocab_size * logits_rows(vocab_size, max_rows)
 
 
+def _logits_bytes(vocab_size: int, batch: "Batch") -> int:
+    if batch.num_unsampled:
+        return 4 * batch.num_unsampled * logits_rows(vocab_size, batch.max_rows)
+    return logits_bytes(vocab_size, batch.max_rows, batch.is_fused)
+
+
 def buffer_bytes(max_rows: int, max_step_tokens: int, max_len: int, block_size: int) -> int:
     """Token ids, positions and slots; the start, context, table and last state of each row."""
     return 3 * 8 * max_step_tokens + 4 * (max_rows + 1) + (4 + 8 + 4 * blocks_for(max_len, block_size)) * max_rows
@@ -183,6 +189,7 @@ class Batch:
     max_len: int
     recorded: tuple[int, ...] = ()  # numbers of rows whose decodes are recorded
     is_fused: bool = False  # sampling goes over the logits in place
+    num_unsampled: int = 0  # of ranks > 0: the columns of logits that they make, and do not sample from
 
 
 def bill(
@@ -192,7 +199,7 @@ def bill(
     return Ledger(
         weight_bytes=shape.weight_bytes,
         activation_bytes=activation_bytes(shape, dtype, batch.max_step_tokens),
-        logits_bytes=logits_bytes(shape.vocab_size, batch.max_rows, batch.is_fused),
+        logits_bytes=_logits_bytes(shape.vocab_size, batch),
         buffer_bytes=buffer_bytes(batch.max_rows, batch.max_step_tokens, batch.max_len, layout.block_size),
         graph_bytes=graph_bytes(shape, dtype, list(batch.recorded), batch.max_len, layout.block_size),
         kv_bytes=num_blocks * layout.bytes_per_block,

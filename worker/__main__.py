@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from kilburn.shared import logs
 from kilburn.shared.config import SettingsError, WorkerSettings, complain, load_or_exit
-from kilburn.shared.keys import CONTROLLER_FILE, SettingError, WorkerKeys
+from kilburn.shared.keys import CONTROLLER_FILE, SettingError, WorkerKeys, default_name
 from kilburn.shared.model_files import ModelRefused
+from kilburn.shared.threads import threads_for
 from kilburn.worker import phases
 from kilburn.worker.daemon import Daemon, watch_parent
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.phases import phase, say
-from kilburn.worker.threads import threads_for
 from kilburn.worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -94,12 +94,6 @@ def serve_profiled(settings: WorkerSettings, ready: "Ready", link: WorkerLink, s
 def watchdog_of(settings: WorkerSettings, link: WorkerLink) -> Watchdog | None:
     """What several ranks do together may never end."""
     return Watchdog(link.is_over) if settings.tp > 1 else None
-
-
-def default_name() -> str:
-    """Host name and process id, in the letters that a name may have."""
-    host = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in os.uname().nodename)
-    return f"{host.lstrip('._-')[:48] or 'worker'}-{os.getpid()}"
 
 
 def keys_of(settings: WorkerSettings) -> WorkerKeys | None:

@@ -149,13 +149,19 @@ class Ranks:
         x = F.pad(x, (0, most - x.shape[1])) if x.shape[1] < most else x.contiguous()
         group = self._group_of(self._values)
         if group is None:
-            return F.pad(x, (0, total - most))
+            return F.pad(x, (0, total - most)) if self.is_first else x
         parts = [torch.empty_like(x) for _ in range(self.part.world)] if self.is_first else []
         group.gather([parts] if self.is_first else [], [x], dist.GatherOptions()).wait()
         if not self.is_first:
             return x
         shares = [share_of(total, rank, self.part.world) for rank in range(self.part.world)]
         return torch.cat([part[:, : s.stop - s.start] for part, s in zip(parts, shares, strict=True)], dim=1)
+
+    def columns_made(self, total: int) -> int:
+        """Columns that this rank makes for `columns`, with those of a copy where its share is padded."""
+        own, most = self.part.share(total), -(-total // self.part.world)
+        num_own = own.stop - own.start
+        return num_own if num_own == most else num_own + most
 
     # --- what is agreed
 

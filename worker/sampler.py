@@ -122,12 +122,14 @@ def _with_candidates(
 # --- from rank to rank
 
 
-_REASONS = (NOT_FINITE, NOTHING_LEFT)
+_FAILED = -1
+_ELSEWHERE = "rank 0 could not draw"
 
 
 def told(chosen: Chosen, knobs: Knobs, rows: Ints) -> Ints:
-    """What `rows` chose, in as many numbers as every rank expects: how many tokens each (below zero: why none), and all
-    tokens. Reports are not told. A rank that did not choose says token 0 throughout; only rehearsals hear it."""
+    """What `rows` chose, in as many numbers as every rank expects: how many tokens each, or that it failed, and all
+    tokens. Reports and reasons are not told. A rank that did not choose says token 0 throughout; only rehearsals hear
+    it."""
     columns = knobs.columns[rows]
     most = np.maximum(columns["num_draws"], columns["num_candidates"])
     words = np.zeros(len(rows) + int(most.sum()), np.int64)
@@ -135,15 +137,14 @@ def told(chosen: Chosen, knobs: Knobs, rows: Ints) -> Ints:
     if len(chosen.num_tokens) == len(rows):
         words[: len(rows)] = chosen.num_tokens
         words[len(rows) : len(rows) + len(chosen.tokens)] = chosen.tokens
-        for place, reason in chosen.failed.items():
-            words[place] = -1 - _REASONS.index(reason)
+        words[list(chosen.failed)] = _FAILED
     return words
 
 
 def heard(words: Ints, num_rows: int) -> Chosen:
     """The rows' choices, as `told`."""
     num_tokens = np.maximum(words[:num_rows], 0)
-    failed = {place: _REASONS[-1 - int(words[place])] for place in np.flatnonzero(words[:num_rows] < 0).tolist()}
+    failed = dict.fromkeys(np.flatnonzero(words[:num_rows] == _FAILED).tolist(), _ELSEWHERE)
     return Chosen(num_tokens, words[num_rows : num_rows + int(num_tokens.sum())], failed)
 
 

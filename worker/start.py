@@ -185,12 +185,11 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
 
 def batch_of(limits: Limits, device: torch.device, ranks: Ranks) -> ledger.Batch:
     sizes = (limits.max_rows, limits.max_step_tokens, limits.max_len)
-    if not can_capture(device):
-        return ledger.Batch(*sizes)
-    if not records(device, ranks):
-        return ledger.Batch(*sizes, is_fused=True)
-    recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens))
-    return ledger.Batch(*sizes, tuple(recorded), is_fused=True)
+    recorded: list[int] = []
+    if records(device, ranks):
+        recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens))
+    num_unsampled = 0 if ranks.is_first else ranks.columns_made(limits.vocab_size)
+    return ledger.Batch(*sizes, tuple(recorded), can_capture(device), num_unsampled)
 
 
 def executor_for(

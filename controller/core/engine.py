@@ -537,6 +537,7 @@ class Engine:
             waiting_requests=num_waiting,
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
+            waiting_ranks=sum(num_present for num_present, _ in self._muster.present.values()),
             requests_displaced=self._homeless.num_displaced,
             requests_recovered=self._homeless.num_recovered,
             laws_broken=self._laws_broken,

@@ -153,6 +153,7 @@ class Snapshot:
     waiting_tokens: int = 0  # of the prompts of all who wait, homeless ones included
     drained_requests_per_s: float = 0.0  # requests that left the queue for the rows, of late
     drained_tokens_per_s: float = 0.0  # and their tokens
+    waiting_ranks: int = 0  # for the others of their worker group
     queue_timeouts: int = 0  # requests that waited too long to begin
     request_timeouts: int = 0  # requests whose time ran out
     poison_requests: int = 0  # requests that ended one worker after the other, and failed for it

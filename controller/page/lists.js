@@ -159,7 +159,8 @@ export class Workers {
   show(event) {
     this.rows.show(event.workers.map((worker) => [worker.lease, worker]), (tr, worker) => {
       const heard = worker.heard_s < 2 ? "now" : `${worker.heard_s.toFixed(1)} s ago`;
-      [worker.name, String(worker.lease), worker.state, heard, number(worker.beats), number(worker.steps)].forEach((text, i) => put(tr.cells[i], text));
+      const lease = worker.ranks > 1 ? `${worker.lease} (${worker.ranks} ranks)` : String(worker.lease);
+      [worker.name, lease, worker.state, heard, number(worker.beats), number(worker.steps)].forEach((text, i) => put(tr.cells[i], text));
     }, "No worker is here.");
     const broken = event.laws_broken ? `, ${event.laws_broken} laws broken` : "";
     put(element("lease-count"), `${event.leases_began} ${event.leases_began === 1 ? "lease" : "leases"} began, ${event.leases_ended} ended${broken}`);

@@ -127,6 +127,7 @@ def _worker(group: GroupSnapshot, now: float) -> dict[str, Any]:
     return {
         "name": group.name,
         "lease": group.lease,
+        "ranks": group.ranks,
         "state": group.state.value,
         "heard_s": round(max(now - group.heard_at, 0.0), 2),
         "beats": group.beats_heard,

@@ -3,6 +3,8 @@
     served = Served(ToyModel(0), num_blocks=12, num_host_blocks=12, preemption=Preemption.SWAP)
     answers = served.answers(submits)          by (request, index)
 
+`Answering` is that of any worker, of one rank or several (ranked.py); `Served` of the toy model.
+
 `before_step` is called with the executor and each plan before it runs: the place for accidents.
 """
 
@@ -16,7 +18,18 @@ from kilburn.controller.core.events import Arrived, Beam, Emit, Event, Finished,
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import GroupSnapshot
-from kilburn.shared.messages import Forget, Hello, Prepare, Prepared, StepPlan, StepResult, Unpreparable
+from kilburn.shared.messages import (
+    Forget,
+    FromController,
+    Gone,
+    Hello,
+    Prepare,
+    Prepared,
+    StepPlan,
+    StepResult,
+    Unpreparable,
+    Welcome,
+)
 from kilburn.worker.grammars import Grammars
 from kilburn.worker.step import Executor
 from kilburn.worker.swap_check import SwapCheck
@@ -33,56 +46,51 @@ class Answer:
     score: float = 0.0
 
 
-class Served:
-    """See the file's head."""
+class Answering:
+    """An engine, and the executor of a worker's rank 0. `hellos`: of all its ranks."""
 
-    def __init__(
-        self,
-        model: ToyModel,
-        *,
-        num_blocks: int,
-        num_host_blocks: int,
-        preemption: Preemption = Preemption.AUTO,
-        block_size: int = 4,
-        max_rows: int = 8,
-        depth: int = 2,
-        is_verified: bool = False,
-        before_step: Callable[[Executor, StepPlan], None] = lambda executor, plan: None,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self.executor = toy_executor(
-            model,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            max_rows=max_rows,
-            grammars=grammars,
-        )
-        if is_verified:
-            self.executor.check = SwapCheck(self.executor.runner.cache.host_blocks)
-        self.engine = Engine(EngineSettings(depth=depth, preemption=preemption))
-        self.before_step = before_step
+    def __init__(self, executor: Executor, settings: EngineSettings, hellos: Sequence[Hello]) -> None:
+        self.executor, self.engine, self._hellos = executor, Engine(settings), hellos
         self.results: list[StepResult] = []
         self.notes: list[Note] = []
-        self._hello = Hello(
-            "toy", b"t" * 32, layout(block_size), num_blocks, num_host_blocks, max_rows, 128, MAX_LEN, VOCAB
-        )
+
+    # --- what a worker of several ranks does in its own way
+
+    def hellos(self) -> list[Event]:
+        return [Arrived(PEER, hello) for hello in self._hellos]
+
+    def welcomed(self, welcome: Welcome) -> None:
+        """A lease begins."""
+
+    def gone(self) -> list[Event]:
+        """A lease is over."""
+        raise AssertionError("the lease is over")
+
+    def run(self, plan: StepPlan) -> list[Event]:
+        self.results.append(self.executor.run(plan))
+        return [Arrived(self.first, self.results[-1])]
+
+    @property
+    def first(self) -> bytes:
+        """The peer that is rank 0."""
+        arrived = self.hellos()[0]
+        assert isinstance(arrived, Arrived)
+        return arrived.peer
+
+    # --- what all do alike
 
     def answers(self, submits: Sequence[Submit]) -> dict[tuple[int, int], Answer]:
         """All of them, submitted at once. Nothing is left afterwards."""
         found: dict[tuple[int, int], Answer] = {}
-        events: list[Event] = [Arrived(PEER, self._hello), *submits]
+        first, events = self.first, [*self.hellos(), *submits]
         plans: deque[StepPlan] = deque()
         asked: deque[Prepare] = deque()
         while events or plans or asked:
+            more: list[Event] = []
             for effect in self.engine.handle(events, now=0.0):
                 match effect:
-                    case Send(message=StepPlan() as plan):
-                        plans.append(plan)
-                    case Send(message=Prepare() as prepare):
-                        asked.append(prepare)
-                    case Send(message=Forget() as forget):
-                        self.executor.forget(forget)
+                    case Send(peer, message) if peer == first:
+                        more += self._told(message, plans, asked)
                     case Emit(request_id, index, token, logprobs):
                         answer = found.setdefault((request_id, index), Answer())
                         assert not answer.reason, "a token after the end"
@@ -99,28 +107,77 @@ class Served:
                     case _:
                         pass
             self.engine.validate()
-            events = []
-            if plans:
-                events.append(self._run(plans.popleft()))
-            elif asked:
-                events.append(self._prepare(asked.popleft()))
+            events = more
+            if plans and not events:
+                events = self.run(plans.popleft())
+            elif asked and not events:
+                events = [self._prepare(asked.popleft())]
         assert self.engine.is_idle
         assert (self.snapshot.owned_blocks, self.snapshot.owned_host_blocks) == (0, 0)
         return found
 
+    def _told(self, message: FromController, plans: deque[StepPlan], asked: deque[Prepare]) -> list[Event]:
+        match message:
+            case StepPlan():
+                plans.append(message)
+            case Prepare():
+                asked.append(message)
+            case Forget():
+                self.executor.forget(message)
+            case Welcome():
+                self.welcomed(message)
+            case Gone():
+                plans.clear()
+                asked.clear()
+                return self.gone()
+            case _:
+                pass
+        return []
+
     def _prepare(self, asked: Prepare) -> Event:
         answers: Queue[Prepared | Unpreparable] = Queue()
         self.executor.prepare(asked, answers.put)
-        return Arrived(PEER, answers.get(timeout=60))
-
-    def _run(self, plan: StepPlan) -> Event:
-        self.before_step(self.executor, plan)
-        self.results.append(self.executor.run(plan))
-        return Arrived(PEER, self.results[-1])
+        return Arrived(self.first, answers.get(timeout=60))
 
     @property
     def snapshot(self) -> GroupSnapshot:
         return self.engine.snapshot().groups[0]
+
+
+class Served(Answering):
+    """See the file's head."""
+
+    def __init__(
+        self,
+        model: ToyModel,
+        *,
+        num_blocks: int,
+        num_host_blocks: int,
+        preemption: Preemption = Preemption.AUTO,
+        block_size: int = 4,
+        max_rows: int = 8,
+        depth: int = 2,
+        is_verified: bool = False,
+        before_step: Callable[[Executor, StepPlan], None] = lambda executor, plan: None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        executor = toy_executor(
+            model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            max_rows=max_rows,
+            grammars=grammars,
+        )
+        if is_verified:
+            executor.check = SwapCheck(executor.runner.cache.host_blocks)
+        hello = Hello("toy", b"t" * 32, layout(block_size), num_blocks, num_host_blocks, max_rows, 128, MAX_LEN, VOCAB)
+        super().__init__(executor, EngineSettings(depth=depth, preemption=preemption), [hello])
+        self.before_step = before_step
+
+    def run(self, plan: StepPlan) -> list[Event]:
+        self.before_step(self.executor, plan)
+        return super().run(plan)
 
     @property
     def num_lost(self) -> int:

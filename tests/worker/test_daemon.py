@@ -25,13 +25,13 @@ from kilburn.shared.codec import decode_from_worker, encode
 from kilburn.shared.config import SettingsError, WorkerSettings
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.sampling import Sampling
+from kilburn.shared.threads import num_cores, threads_for
 from kilburn.worker.daemon import MOVES, Daemon, Patience, State
 from kilburn.worker.kv_cache import KVCache
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import ModelConfig
 from kilburn.worker.start import make_ready
-from kilburn.worker.threads import num_cores, threads_for
 from tests.worker.tiny_models import make_tiny
 from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, admit, layout, oracle, toy_executor
 
