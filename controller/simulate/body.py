@@ -49,6 +49,7 @@ class Surroundings(Protocol):
     now: float
     rng: Random
     poison: Mapping[int, int]  # request -> the position that no worker survives
+    outcomes: dict[tuple[int, int], StepResult]  # of steps that a rank 0 has run, by lease and step
 
     def faults(self) -> Faults: ...
     def to_core(self, body: "Body", message: FromWorker, after_s: float = 0.0) -> None: ...
@@ -143,30 +144,37 @@ class Body:
                 worker.prepare(asked)
                 del self.compiling[digest]
 
-    def _work(self, worker: FakeWorker, plan: StepPlan, turn: int, world: Surroundings) -> None:
+    def _is_spared(self, worker: FakeWorker, plan: StepPlan, world: Surroundings) -> bool:
+        """Whether the plan can be run: nothing befell the process, and no plan was lost on the way."""
         if plan.step != worker.next_step:
-            # A plan was lost on the way: all that is left is to say so.
+            # All that is left is to say so.
             world.to_core(self, StepFailed(plan.lease, plan.step, f"a gap: expected step {worker.next_step}"))
             self.worker = None
-            return
-        self._finish_compiling(worker, world.now)
+            return False
         faults, rng = world.faults(), world.rng
-        if world.poison and self._is_poisoned(worker, plan, world):
-            world.died(self, returns=True)
-            return
         if rng.random() < faults.dies:
             world.died(self, returns=True)
-            return
+            return False
         if rng.random() < faults.leaves:
             world.to_core(self, Goodbye("maintenance"))
             world.died(self, returns=True)
-            return
+            return False
         if rng.random() < faults.step_fails:
             world.to_core(self, StepFailed(plan.lease, plan.step, "out of memory"))
             self.worker = None
-            return
+            return False
         if rng.random() < faults.hangs:
             self.hangs_until_s = world.now + rng.choice((0.5, 2.0, 6.0))
+        return True
+
+    def _work(self, worker: FakeWorker, plan: StepPlan, turn: int, world: Surroundings) -> None:
+        if not self._is_spared(worker, plan, world):
+            return
+        if world.poison and self._is_poisoned(worker, plan, world):
+            world.died(self, returns=True)
+            return
+        self._finish_compiling(worker, world.now)
+        faults, rng = world.faults(), world.rng
         result = self._run(worker, plan, turn, faults, rng)
         start_s = max(world.now, self.free_at_s, self.hangs_until_s)
         self.free_at_s = start_s + self.step_s * rng.uniform(0.3, 1.5)

@@ -35,6 +35,7 @@ class Faults:
     dies: float = 0.0  # per step: the process ends
     hangs: float = 0.0  # per step: silence for a while
     leaves: float = 0.0  # per step: Goodbye
+    disagrees: float = 0.0  # per step of a rank > 0: it confirms another than rank 0 answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,10 @@ def draw_scenario(seed: int) -> Scenario:
     num_groups = 1 if is_crowded else rng.choice((1, 1, 2, 3))
     sizes = (block_size, max_len, vocab_size)
     hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
+    companies = Random(seed ^ 0x7A4B)
+    if companies.random() < 0.15:  # each worker group is of several ranks
+        hellos = tuple([replace(hello, world=companies.choice((2, 2, 3))) for hello in hellos])
+    disagrees = companies.choice((0.0, 0.0, 0.02))
     step_s = rng.choice((0.01, 0.03))
     upheaval = draw_upheaval(seed, num_groups, len(errands))
     late, numbers = Random(seed ^ 0x1A7E), range(num_groups, num_groups + len(upheaval.late_joins_s))
@@ -162,7 +167,9 @@ def draw_scenario(seed: int) -> Scenario:
         pins=pins,
         most_pinned=rng.choice((0.5, 0.5, 0.8)),
         preemption=rng.choice((Preemption.AUTO, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.SWAP)),
-        faults=_without_deaths(_draw_faults(rng)) if upheaval.poison else _draw_faults(rng),
+        faults=_without_deaths(_draw_faults(rng))
+        if upheaval.poison
+        else replace(_draw_faults(rng), disagrees=disagrees),
         calm_s=max(last_s + rng.uniform(0.2, 3.0), upheaval.over_s),
         shutdown_s=shutdown_s,
         step_s=step_s,

@@ -9,6 +9,7 @@ It ends when everybody has an answer and every block is free again; any broken l
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -42,11 +43,12 @@ from kilburn.controller.core.events import (
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.body import Body
+from kilburn.controller.simulate.company import Companies, Follower
 from kilburn.controller.simulate.judge import Judge
 from kilburn.controller.simulate.scenario import Errand, Faults, PinErrand, Scenario, resized
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.witness import WorldBroken
-from kilburn.shared.messages import FromController, FromWorker, Hello, StepFailed, StepPlan, StepResult
+from kilburn.shared.messages import FromController, FromWorker, Hello, StepDone, StepFailed, StepPlan, StepResult
 from kilburn.shared.types import Tier
 
 PATIENCE_S = 90.0  # without any progress, once nothing fails any more
@@ -84,6 +86,8 @@ class World:
             )
         )
         self.judge = Judge(scenario)
+        self.companies = Companies(self.judge.leases)
+        self.outcomes: dict[tuple[int, int], StepResult] = {}
         self.story = Story()
         self.seen: Counter[str] = Counter()
         self.bodies: dict[bytes, Body] = {}
@@ -115,7 +119,8 @@ class World:
         for at_s, number in scenario.upheaval.retires:
             self.after(at_s, partial(self._retires, scenario.hellos[number].name))
         for hello, join_s in zip(scenario.hellos, scenario.joins_s, strict=True):
-            self.after(join_s, partial(self._born, hello))
+            for rank in range(hello.world):
+                self.after(join_s, partial(self._born, replace(hello, rank=rank)))
         if scenario.shutdown_s is not None:
             self.after(scenario.shutdown_s, lambda: self.inbox.append(Shutdown()))
         while not self._is_over():
@@ -198,13 +203,14 @@ class World:
             raise WorldBroken("no end in sight")
         for event in events:
             self.story.add(self.now, ">", event, _about_event(event))
-        self.judge.hear(events, self.now)
+        self.judge.hear(self.companies.heard(events, self.now), self.now)
+        self.companies.note_silence()
         self._count(events)
         effects = self.engine.handle(events, self.now)
         for effect in effects:
             self.story.add(self.now, "<", effect, self._about_effect(effect))
         self.engine.validate()
-        self.judge.see(effects, self.now)
+        self.judge.see(self.companies.told(effects, self.now), self.now)
         if self.turn % 4 == 0:
             groups = self.engine.snapshot().groups
             self.seen["passed over"] += sum(group.waiting_for_prefix for group in groups)
@@ -226,6 +232,8 @@ class World:
                     self.seen["stop"] += 1
                 case Arrived(_, StepFailed()):
                     self.seen["step failed"] += 1
+                case Arrived(_, StepDone()):
+                    self.seen["step confirmed"] += 1
                 case Arrived(_, StepResult() as result):
                     self.seen["row failed"] += len(result.failed)
                     self.seen["block lost"] += len(result.lost)
@@ -315,7 +323,9 @@ class World:
         self.num_born += 1
         peer = f"{hello.name}-{self.num_born}".encode()
         scale = self.scenario
-        body = Body(peer, hello, scale.silence_s, scale.step_s, self.now, scale.move_s, scale.compute_s)
+        body = (Follower if hello.rank else Body)(
+            peer, hello, scale.silence_s, scale.step_s, self.now, scale.move_s, scale.compute_s
+        )
         self.bodies[peer] = body
         body.greet(self)
         self._beating(body)
@@ -389,6 +399,9 @@ class World:
         return True
 
     def to_core(self, body: Body, message: FromWorker, after_s: float = 0.0) -> None:
+        if isinstance(message, StepResult) and body.hello.world > 1:
+            self.outcomes[message.lease, message.step] = message
+            self.after(after_s, partial(self._confirmed_by_others, message.lease))
         if self._is_lost(body.peer, message):
             return
         delay_s = self._arrival_s(body.peer, "up", after_s) - self.now
@@ -396,6 +409,11 @@ class World:
         if isinstance(message, StepResult) and self.rng.random() < self.faults().twice:
             delay_s = self._arrival_s(body.peer, "up", after_s + self.rng.choice((0.0, 0.5))) - self.now
             self.after(delay_s, lambda: self.inbox.append(Arrived(body.peer, message)))
+
+    def _confirmed_by_others(self, lease: int) -> None:
+        for body in self.bodies.values():
+            if isinstance(body, Follower) and body.worker is not None and body.worker.lease == lease:
+                body.confirm(self)
 
     def _to_worker(self, peer: bytes, message: FromController) -> None:
         if isinstance(message, StepPlan):

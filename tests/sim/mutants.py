@@ -88,6 +88,20 @@ MUTANTS = [
         "return sum(self.taken)",
     ),
     one("a copy drops its destination", "block_table.py", "self.pool.drop([source])", "self.pool.drop([destination])"),
+    # --- ranks
+    one(
+        "a step counts before all ranks are in",
+        "ranks.py",
+        "if min(self._newest) < step:",
+        "if self._newest[0] < step:",
+    ),
+    one("nobody looks at what ranks confirm", "ranks.py", "if digest != expected:", "if not digest:"),
+    one(
+        "pools as large as those of rank 0",
+        "ranks.py",
+        "min(getattr(hello, name) for hello in hellos)",
+        "getattr(hellos[0], name)",
+    ),
     # --- prefixes
     Mutant(
         "digest without parent",

@@ -46,6 +46,8 @@ HAPPENINGS = {
     "row failed": 100,
     "block lost": 100,
     "step failed": 50,
+    "step confirmed": 2_000,
+    "rank waits": 200,
     "stale result": 20,
     "beam": 1_000,
     "prompt token scored": 2_000,
