@@ -27,6 +27,7 @@ from kilburn.worker.kv_cache import KVCache
 from kilburn.worker.model_runner import ModelRunner
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import ModelConfig, read_config
+from kilburn.worker.models.layers import Form
 from kilburn.worker.models.llama import LlamaModel
 from kilburn.worker.parallel import Ranks
 from kilburn.worker.rows import Limits, Rows
@@ -183,6 +184,9 @@ class Drawn:
     def take(self, name: str, *shape: int) -> Tensor:
         return torch.randn(shape, device=self._place.torch_device, dtype=self._dtype) * shape[-1] ** -0.5
 
+    def forget(self) -> None:
+        """They lie in no file."""
+
     def apart(self, name: str) -> Tensor:
         """The embedding, once more; asked for on a CPU only."""
         return self.take(name, SMALL["vocab_size"], SMALL["hidden_size"])
@@ -202,7 +206,7 @@ def steps(place: Place) -> list[Row]:
     dtype = torch.float32 if place.is_dry else torch.bfloat16
     config = config_of(SMALL if place.is_dry else LARGE)
     weights: Any = Drawn(place, dtype)
-    model: Any = LlamaModel(config, config.family, weights, place.torch_device, dtype, Ranks())  # type: ignore[arg-type]
+    model: Any = LlamaModel(config, config.family, weights, Form(place.torch_device, dtype), Ranks())  # type: ignore[arg-type]
     rows, record = [], None if place.is_dry else recorder_for(place.torch_device)
     for seqs in (2,) if place.is_dry else (1, 64, 256):
         shape = Shape(seqs, 40 if place.is_dry else 1024, 1, config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)

@@ -58,7 +58,7 @@ def files_of(settings: PlanSettings) -> Path:
 def make_plan(settings: PlanSettings) -> Plan:
     """Raises SettingsError, ModelRefused."""
     dtype = "bfloat16" if settings.dtype == "auto" else settings.dtype
-    shape = read_shape(files_of(settings), dtype, settings.tp)
+    shape = read_shape(files_of(settings), dtype, settings.tp, settings.quantization)
     if settings.max_len > shape.max_len:
         raise SettingsError(
             [f"--max-len: {settings.max_len} is beyond the model's own length; give {shape.max_len} or less"]

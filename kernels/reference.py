@@ -196,22 +196,31 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
     return Likeliest(log_total.float(), ids, log_probs.gather(1, ids).float())
 
 
-def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of x [rows, n] by a scale of its own -> (int8 [rows, n] in [-127, 127], float32 [rows]).
+WEIGHT_LEVELS = 127  # of 8 bits, on either side of 0
 
-    A row with a NaN or an infinity in it has zeros, and NaN for its scale; one of nothing above 1e-36 zeros, and 0.
+
+def levels_for(depth: int) -> int:
+    """Of the rows that meet a weight of `depth` inputs: as many as keep a sum of their products within 32 bits."""
+    return min((2**31 - 1) // (WEIGHT_LEVELS * depth), 2**15 - 1)
+
+
+def quantized_rows(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Each row of x [rows, n] by a scale of its own -> (int16 [rows, n] in [-levels, levels], float32 [rows]).
+
+    A row with a NaN or an infinity in it has zeros, and NaN for its scale; one of nothing above 1e-33 zeros, and 0.
     """
     largest = x.abs().amax(1, keepdim=True).float()
-    is_broken, is_zero = ~largest.isfinite(), largest <= 1e-36
-    per_unit = torch.where(is_broken | is_zero, torch.zeros_like(largest), 127 / largest)
-    values = torch.where(is_broken, torch.zeros_like(x), x * per_unit).round().to(torch.int8)
-    scales = torch.where(is_zero, torch.zeros_like(largest), largest / 127)
+    is_broken, is_zero = ~largest.isfinite(), largest <= 1e-33
+    per_unit = torch.where(is_broken | is_zero, torch.zeros_like(largest), levels / largest)
+    values = torch.where(is_broken, torch.zeros_like(x), x * per_unit).round().to(torch.int16)
+    scales = torch.where(is_zero, torch.zeros_like(largest), largest / levels)
     return values, scales.masked_fill(is_broken, torch.nan).squeeze(1)
 
 
 def int8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [rows, in] . weight [out, in]^T + bias [out] -> float32 [rows, out], each row of both quantized by itself."""
-    (xs, x_scales), (ws, w_scales) = quantized_rows(x), quantized_rows(weight)
+    xs, x_scales = quantized_rows(x, levels_for(x.shape[1]))
+    ws, w_scales = quantized_rows(weight, WEIGHT_LEVELS)
     sums = xs.double() @ ws.double().T  # whole numbers below 2^53: exact in whatever order
     product = (sums * x_scales.double()[:, None] * w_scales.double()).float()
     return product if bias is None else product + bias

@@ -63,6 +63,8 @@ GATED = {
     "Qwen3ForCausalLM": Build.GATED_QK_NORM,
 }
 OPT = "OPTForCausalLM"
+INT8_PANEL = 32  # outputs of a layer whose weights have 8 bits come in such numbers; another layer keeps its own
+_INT8_OUTPUT_BYTES = 8  # beside its weights: a scale, and a bias of zero
 _OPT_PADDING_ROWS = 2  # of its table of positions, which are never read
 
 # transformers' names of a size, the commonest first.
@@ -133,12 +135,15 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read_shape(source: Path, dtype: str, ranks: int = 1) -> ModelShape:
-    """What each of `ranks` holds of the model in a folder or a GGUF file, computing in `dtype`. Raises ModelRefused."""
+def read_shape(source: Path, dtype: str, ranks: int = 1, quantization: str = "none") -> ModelShape:
+    """What each of `ranks` holds of the model in a folder or a GGUF file, computing in `dtype`. Raises ModelRefused.
+
+    `quantization`: as in the settings; "int8" is of the weights of linear layers.
+    """
     if source.is_dir():
-        return _shape(_read_config(source / "config.json"), tensor_shapes(source), dtype, ranks)
+        return _shape(_read_config(source / "config.json"), tensor_shapes(source), dtype, ranks, quantization)
     header = read_gguf_header(source)
-    return _shape(Config(source, header.config), header.tensors, dtype, ranks)
+    return _shape(Config(source, header.config), header.tensors, dtype, ranks, quantization)
 
 
 def _read_config(path: Path) -> Config:
@@ -153,7 +158,9 @@ def _read_config(path: Path) -> Config:
     return Config(path, values)
 
 
-def _shape(config: Config, tensors: Mapping[str, tuple[int, ...]], dtype: str, ranks: int) -> ModelShape:
+def _shape(
+    config: Config, tensors: Mapping[str, tuple[int, ...]], dtype: str, ranks: int, quantization: str
+) -> ModelShape:
     architecture = config.architecture
     hidden, num_heads = config.size("hidden"), config.size("num_heads")
     whole = ModelShape(
@@ -176,14 +183,19 @@ def _shape(config: Config, tensors: Mapping[str, tuple[int, ...]], dtype: str, r
         num_kv_heads=max(whole.num_kv_heads // ranks, 1),
     )
     is_tied = config.flag("tie_word_embeddings", architecture == OPT)
-    values = lookup = 0
+    size = DTYPE_BYTES[dtype]
+    weight_bytes = lookup = 0
     for name, shape in tensors.items():
         held = _held_values(name, shape, whole, part, is_tied, ranks)
-        values += held
-        if _EMBEDDING.fullmatch(name) and not is_tied and whole.build is not Build.UNKNOWN:
+        is_embedding = _EMBEDDING.fullmatch(name) is not None
+        if is_embedding and not is_tied and whole.build is not Build.UNKNOWN:
             lookup += held
-    size = DTYPE_BYTES[dtype]
-    weight_bytes = values * size + _rope_bytes(config, architecture, whole)
+        is_linear = len(shape) == 2 and (is_tied or not is_embedding) and not name.endswith("embed_positions.weight")
+        if quantization == "int8" and is_linear and shape[0] % INT8_PANEL == 0:
+            weight_bytes += held + _INT8_OUTPUT_BYTES * held // shape[1]
+        else:
+            weight_bytes += held * size
+    weight_bytes += _rope_bytes(config, architecture, whole)
     return replace(part, weight_bytes=weight_bytes, lookup_bytes=lookup * size)
 
 

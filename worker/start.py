@@ -149,8 +149,15 @@ def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
 def load_for(
     settings: WorkerSettings, dtype: str, kv_dtype: str, device: torch.device, ranks: Ranks | None = None
 ) -> LoadedModel:
+    is_int8 = settings.quantization == "int8"
+    if is_int8 and (device.type != "cpu" or dtype != "float32"):
+        raise SettingsError(
+            ["--quantization: int8 is for the CPU in float32; give none, or --device cpu --dtype float32"]
+        )
     stored = getattr(torch, kv_dtype)
-    return weights.load(Path(settings.model), getattr(torch, dtype), device, Progress(), kv_dtype=stored, ranks=ranks)
+    return weights.load(
+        Path(settings.model), getattr(torch, dtype), device, Progress(), stored, ranks=ranks, has_int8_weights=is_int8
+    )
 
 
 def scales_kept_in(settings: WorkerSettings, forms: Mapping[str, tuple[str, ...]]) -> str:
@@ -175,7 +182,7 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
     """What its memory depends on, by the model's files."""
     folder, c = Path(settings.model), loaded.config
     if not isinstance(c.family, GenericFamily):
-        shape = read_shape(folder, dtype, settings.tp)
+        shape = read_shape(folder, dtype, settings.tp, settings.quantization)
         # Without memory of its own a device looks an embedding up where its file lies.
         return shape if has_own_memory(device) else replace(shape, weight_bytes=shape.weight_bytes - shape.lookup_bytes)
     values = sum(math.prod(sizes) for sizes in tensor_shapes(folder).values())

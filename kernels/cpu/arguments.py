@@ -42,7 +42,7 @@ M_PAIRS, M_SOURCE, M_TO, M_NUM_PIECES, M_PIECE, M_PER_BLOCK, M_BLOCK_BYTES, M_SO
 P_X, P_PANELS, P_OUT, P_NUM_ROWS, P_DEPTH, P_NUM_PANELS, P_X_STEP, P_PANEL_STEP, P_OUT_STEP, P_IS_FRESH = range(3, 13)
 
 # -- products with weights of 8 bits: rows that are quantized first, then panels
-Q_X, Q_OUT, Q_SCALES, Q_NUM_ROWS, Q_DEPTH, Q_X_STEP, Q_OUT_STEP, Q_GRAIN = range(3, 11)
+Q_X, Q_OUT, Q_SCALES, Q_NUM_ROWS, Q_DEPTH, Q_X_STEP, Q_OUT_STEP, Q_GRAIN, Q_LEVELS = range(3, 12)
 (
     I_X, I_ROW_SCALES, I_PANELS, I_SCALES, I_BIAS, I_OUT,  # I_BIAS: zeros where there is none
     I_NUM_ROWS, I_NUM_PAIRS, I_NUM_PANELS, I_X_STEP, I_OUT_STEP,

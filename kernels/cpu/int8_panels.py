@@ -1,13 +1,14 @@
 """Products with weights of 8 bits: whole numbers inside, so that the same sum comes out in whatever order it is made.
 
-A weight [out, in] has one scale per output, a row of x one of its own, each its largest magnitude over 127. What lies
-between is a sum of products of whole numbers, exact in 32 bits:
+A weight [out, in] has one scale per output, its largest magnitude over 127; a row of x has one of its own, its largest
+magnitude over as many levels as a sum over `in` can bear (29,000 for 576, 11,000 for 1,536), at most 32,767: a finer x
+costs nothing, since what multiplies takes 16 bits. What lies between is a sum of products of whole numbers, exact in 32
+bits:
 
     out[r, o] = (sum over i of q_x[r, i] * q_w[o, i]) * row_scale[r] * scale[o] + bias[o]
 
 So no row depends on the rows beside it, and one row alone has to the last bit what it has among hundreds. The rows are
-quantized first, to 16 bits a value, which is what the products want; a row with a NaN or an infinity in it has NaN for
-its scale, and so for all its outputs.
+quantized first; a row with a NaN or an infinity in it has NaN for its scale, and so for all its outputs.
 
 A weight lies in panels of 32 outputs; within a panel two neighbours along `in` lie together, which is what one
 multiplication takes from each output, and the panel goes along `in`:
@@ -43,6 +44,7 @@ from kilburn.kernels.cpu.arguments import (
     INT8_PANEL,
     Q_DEPTH,
     Q_GRAIN,
+    Q_LEVELS,
     Q_NUM_ROWS,
     Q_OUT,
     Q_OUT_STEP,
@@ -83,8 +85,7 @@ MAGNITUDE = np.int32(
     0x7FFFFFFF
 )  # all bits of a float but its sign: as whole numbers they are ordered as magnitudes are
 INFINITE = np.int32(0x7F800000)  # from here on: infinities, and NaN
-NEGLIGIBLE = np.float32(1e-36).view(np.int32)  # a row of no more is one of zeros: 127 over it would not be finite
-LEVELS = np.float32(127)
+NEGLIGIBLE = np.float32(1e-33).view(np.int32)  # a row of no more is one of zeros: levels over it would not be finite
 
 SHORTS = ir.VectorType(I16, 2 * LANES)
 int16s = _pointer_to(types.CPointer(types.int16))
@@ -101,10 +102,10 @@ def float_of(context: Any, bits: Any) -> Any:
 
 
 def quantize_rows_kernel(_kind: int) -> Any:
-    """Rows of float32 -> whole numbers in [-127, 127] as int16, `in` filled up to pairs with 0, and their scales."""
+    """Rows of float32 -> int16 in [-levels, levels], `in` filled up to pairs with 0, and their scales."""
 
     @njit(fastmath=FAST)
-    def one_row(x, out, depth):
+    def one_row(x, out, depth, levels):
         words, values, narrow = int32s(x), floats(x), int16s(out)
         top = np.int32(0)
         for i in range(depth):
@@ -116,10 +117,10 @@ def quantize_rows_kernel(_kind: int) -> Any:
                 narrow[i] = 0
             return np.float32(np.nan) if top >= INFINITE else np.float32(0)
         largest = float_of(top)
-        per_unit = LEVELS / largest
+        per_unit = levels / largest
         for i in range(depth):
             narrow[i] = np.int16(np.int32(np.rint(values[i] * per_unit)))
-        return largest / LEVELS
+        return largest / levels
 
     def quantize_rows(a):
         while True:
@@ -127,8 +128,8 @@ def quantize_rows_kernel(_kind: int) -> Any:
             if start >= a[Q_NUM_ROWS]:
                 return
             for row in range(start, min(start + a[Q_GRAIN], a[Q_NUM_ROWS])):
-                scale = one_row(a[Q_X] + row * a[Q_X_STEP], a[Q_OUT] + row * a[Q_OUT_STEP], a[Q_DEPTH])
-                floats(a[Q_SCALES])[row] = scale
+                x, out = a[Q_X] + row * a[Q_X_STEP], a[Q_OUT] + row * a[Q_OUT_STEP]
+                floats(a[Q_SCALES])[row] = one_row(x, out, a[Q_DEPTH], np.float32(a[Q_LEVELS]))
 
     return quantize_rows
 

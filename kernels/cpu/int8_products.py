@@ -14,9 +14,8 @@ from kilburn.kernels.cpu.arguments import INT8_PANEL, Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.products import FewRows
 from kilburn.kernels.cpu.team import Fork, Team
-from kilburn.kernels.reference import quantized_rows
+from kilburn.kernels.reference import WEIGHT_LEVELS, levels_for, quantized_rows
 
-MOST_DEPTH = (2**31 - 1) // 127**2  # a sum of more products could leave 32 bits
 ROW_GRAIN = 8  # rows that a thread quantizes at a time
 
 
@@ -35,12 +34,12 @@ class Int8Panels:
 
 
 def int8_panels(weight: Tensor) -> Int8Panels | None:
-    """`weight` [out, in], quantized; None where its outputs are no whole panels or a sum might not fit."""
+    """`weight` [out, in], quantized; None where its outputs are no whole panels or x would have fewer levels."""
     num_outputs, depth = weight.shape
-    if num_outputs % INT8_PANEL or not 0 < depth <= MOST_DEPTH:
+    if num_outputs % INT8_PANEL or not depth or levels_for(depth) < WEIGHT_LEVELS:
         return None
-    values, scales = quantized_rows(weight.float())
-    pairs = F.pad(values, (0, depth % 2)).view(num_outputs // INT8_PANEL, INT8_PANEL, -1, 2)
+    values, scales = quantized_rows(weight.float(), WEIGHT_LEVELS)
+    pairs = F.pad(values.to(torch.int8), (0, depth % 2)).view(num_outputs // INT8_PANEL, INT8_PANEL, -1, 2)
     return Int8Panels(pairs.transpose(1, 2).contiguous(), scales, torch.zeros(num_outputs), depth)
 
 
@@ -50,7 +49,7 @@ class Int8Product:
     def __init__(self, fork: Fork | None, folder: Path | None = None) -> None:
         self._objects, self._team = Objects(folder), Team(fork)
         self._lock = threading.Lock()
-        self._quantize_words, self._words = Words(3, 5), Words(6, 5)
+        self._quantize_words, self._words = Words(3, 6), Words(6, 5)
         self._quantize, self._multiply = 0, 0
         self._rows, self._scales = torch.empty(0, dtype=torch.int16), torch.empty(0)
 
@@ -81,7 +80,7 @@ class Int8Product:
             self._scales = torch.empty(num_rows)
         words, key = self._quantize_words, (num_rows, depth, x.stride(0))
         if key != words.key:
-            words.others(key, num_rows, depth, x.stride(0) * 4, step * 2, ROW_GRAIN)
+            words.others(key, num_rows, depth, x.stride(0) * 4, step * 2, ROW_GRAIN, levels_for(depth))
         words.begin(x.data_ptr(), self._rows.data_ptr(), self._scales.data_ptr())
         self._team.run(self._quantize, words.address, torch.get_num_threads() if num_rows > ROW_GRAIN else 1)
 

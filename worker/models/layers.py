@@ -5,7 +5,8 @@
 104 -> 146, 138 -> 151; the head, 49152x576: 5 -> 7, 15 -> 43, 46 -> 105, 80 -> 133), so it is taken wherever it exists.
 The packed copy replaces the plain one: nothing of the plain weight stays resident. For up to `FEW_ROWS` rows, when the
 read of the weights is what takes the time, the same packed weights go through `kernels/cpu/panels.py`, which reads them
-in order (`bench/products_cpu.py`).
+in order (`bench/products_cpu.py`). With weights of 8 bits (`--quantization int8`, on the CPU) a layer goes through
+`kernels/cpu/int8_panels.py`, whatever the number of rows; biases, norms and embeddings stay as they are.
 
 **Embedding** keeps the checkpoint's own table and dtype: on the CPU that is a view of the memory-mapped file, of which
 only the rows that are looked up become resident. So a tied head can be packed without holding the table twice. Of
@@ -13,17 +14,28 @@ several ranks each has the rows of its share of the vocabulary; a token that ano
 all ranks is its embedding.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import few_rows_product
+from kilburn.kernels.dispatch import few_rows_product, int8_product_over
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.parallel import Ranks
 
 FEW_ROWS = 64  # up to here products over panels are faster than oneDNN's
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a model's tensors are made of, and where."""
+
+    device: torch.device
+    dtype: torch.dtype  # that is computed in
+    has_int8_weights: bool = False  # of linear layers: CPU, float32
 
 
 class Linear(Protocol):
@@ -60,33 +72,47 @@ class PackedLinear:
         return y
 
 
-def packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers on `device` in `dtype` should be packed."""
+class Int8Linear:
+    """A product over weights of 8 bits. CPU, float32."""
+
+    __slots__ = ("_bias", "_product")
+
+    def __init__(self, product: Callable[[Tensor, Tensor | None], Tensor], bias: Tensor | None) -> None:
+        self._product, self._bias = product, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, self._bias)
+
+
+def packs(form: Form) -> bool:
+    """Whether linear layers should be packed."""
     return (
-        device.type == "cpu"
-        and dtype == torch.float32
+        form.device.type == "cpu"
+        and form.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
 
 
-def linear(weight: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype) -> Linear:
-    """The fastest form for `device`. weight [out, in] and bias [out] may lie in a mapped file, in any float dtype."""
-    bias = None if bias is None else owned(bias, device, dtype)
-    if packs(device, dtype):
-        return PackedLinear(weight.to(dtype).contiguous(), bias)
-    return PlainLinear(owned(weight, device, dtype), bias)
+def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
+    """The fastest that there is. weight [out, in] and bias [out] may lie in a mapped file, in any float dtype."""
+    bias = None if bias is None else owned(bias, form)
+    if form.has_int8_weights and (product := int8_product_over(weight)) is not None:
+        return Int8Linear(product, bias)
+    if packs(form):
+        return PackedLinear(weight.to(form.dtype).contiguous(), bias)
+    return PlainLinear(owned(weight, form), bias)
 
 
-def merged(weights: list[Tensor], biases: list[Tensor | None], device: torch.device, dtype: torch.dtype) -> Linear:
+def merged(weights: list[Tensor], biases: list[Tensor | None], form: Form) -> Linear:
     """One linear layer whose outputs are those of several, side by side. Biases: of all, or of none."""
     given = [bias for bias in biases if bias is not None]
-    return linear(torch.cat(weights), torch.cat(given) if given else None, device, dtype)
+    return linear(torch.cat(weights), torch.cat(given) if given else None, form)
 
 
-def owned(weight: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def owned(weight: Tensor, form: Form) -> Tensor:
     """A copy that depends on no file."""
-    return weight.to(device=device, dtype=dtype, copy=True).contiguous()
+    return weight.to(device=form.device, dtype=form.dtype, copy=True).contiguous()
 
 
 class Embedding:
@@ -119,37 +145,33 @@ class SplitEmbedding:
 Lookup = Embedding | SplitEmbedding
 
 
-def embedding(
-    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ranks: Ranks
-) -> Lookup:
+def embedding(weights: Checkpoint, name: str, shape: tuple[int, int], form: Form, ranks: Ranks) -> Lookup:
     """The embedding whose table is called `name`."""
     rows = ranks.part.share(shape[0])
     table = weights.take(name, *shape)[rows]
-    table = weights.apart(name)[rows] if device.type == "cpu" else owned(table, device, dtype)
-    return _lookup(table, dtype, ranks, rows)
+    table = weights.apart(name)[rows] if form.device.type == "cpu" else owned(table, form)
+    return _lookup(table, form.dtype, ranks, rows)
 
 
 def tied_embedding(
-    weights: Checkpoint, name: str, shape: tuple[int, int], device: torch.device, dtype: torch.dtype, ranks: Ranks
+    weights: Checkpoint, name: str, shape: tuple[int, int], form: Form, ranks: Ranks
 ) -> tuple[Lookup, Linear]:
     """The embedding whose table is called `name`, and the head that is the same table."""
     rows, whole = ranks.part.share(shape[0]), weights.take(name, *shape)
     weights.take_tied("lm_head.weight", whole)
-    if packs(device, dtype):
-        return _lookup(weights.apart(name)[rows], dtype, ranks, rows), linear(whole[rows], None, device, dtype)
-    shared = owned(whole[rows], device, dtype)
-    return _lookup(shared, dtype, ranks, rows), PlainLinear(shared, None)
+    if packs(form) or form.has_int8_weights:
+        return _lookup(weights.apart(name)[rows], form.dtype, ranks, rows), linear(whole[rows], None, form)
+    shared = owned(whole[rows], form)
+    return _lookup(shared, form.dtype, ranks, rows), PlainLinear(shared, None)
 
 
 def _lookup(table: Tensor, dtype: torch.dtype, ranks: Ranks, rows: slice) -> Lookup:
     return SplitEmbedding(table, rows.start, dtype, ranks) if ranks.are_several else Embedding(table, dtype)
 
 
-def split_linear(
-    weight: Tensor, bias: Tensor | None, inputs: slice, device: torch.device, dtype: torch.dtype, ranks: Ranks
-) -> Linear:
+def split_linear(weight: Tensor, bias: Tensor | None, inputs: slice, form: Form, ranks: Ranks) -> Linear:
     """The part of a layer that takes these of its inputs; the sum of all ranks' results is the layer's.
 
     The bias comes from rank 0 alone, since it is to be added once.
     """
-    return linear(weight[:, inputs], bias if ranks.is_first else None, device, dtype)
+    return linear(weight[:, inputs], bias if ranks.is_first else None, form)

@@ -22,7 +22,7 @@ from torch import Tensor
 from kilburn.kernels.dispatch import Batch, Kernels, Scales
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.models.config import LlamaFamily, ModelConfig, part_of
-from kilburn.worker.models.layers import Linear, embedding, linear, merged, owned, split_linear, tied_embedding
+from kilburn.worker.models.layers import Form, Linear, embedding, linear, merged, owned, split_linear, tied_embedding
 from kilburn.worker.models.rope_table import rope_table
 from kilburn.worker.parallel import Ranks, cut_of
 
@@ -42,8 +42,7 @@ class Layer:
         index: int,
         prefix: str,
         weights: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
+        form: Form,
         ranks: Ranks,
     ) -> None:
         at = f"{prefix}layers.{index}."
@@ -60,21 +59,21 @@ class Layer:
             return weight[part], None if bias is None else bias[part]
 
         def summed(name: str, into: int, has_bias: bool, part: slice) -> Linear:
-            return split_linear(*biased(name, hidden, into, has_bias), part, device, dtype, ranks)
+            return split_linear(*biased(name, hidden, into, has_bias), part, form, ranks)
 
         def norm(name: str, size: int) -> Tensor:
-            return owned(weights.take(f"{at}{name}.weight", size), device, dtype)
+            return owned(weights.take(f"{at}{name}.weight", size), form)
 
         sizes = (("q", q_size, cut.q), ("k", kv_size, cut.kv), ("v", kv_size, cut.kv))
         qkv = [outputs(f"self_attn.{name}_proj", size, family.qkv_bias, part) for name, size, part in sizes]
         gate_up = [outputs(f"mlp.{name}_proj", inner, family.mlp_bias, cut.inner) for name in ("gate", "up")]
         self.attn_norm = norm("input_layernorm", hidden)
-        self.qkv: Linear = merged([w for w, _ in qkv], [b for _, b in qkv], device, dtype)
+        self.qkv: Linear = merged([w for w, _ in qkv], [b for _, b in qkv], form)
         self.q_norm = norm("self_attn.q_norm", head) if family.qk_norm else None
         self.k_norm = norm("self_attn.k_norm", head) if family.qk_norm else None
         self.out = summed("self_attn.o_proj", q_size, family.out_bias, cut.q)
         self.mlp_norm = norm("post_attention_layernorm", hidden)
-        self.gate_up: Linear = merged([w for w, _ in gate_up], [b for _, b in gate_up], device, dtype)
+        self.gate_up: Linear = merged([w for w, _ in gate_up], [b for _, b in gate_up], form)
         self.down = summed("mlp.down_proj", inner, family.mlp_bias, cut.inner)
         self.window = family.windows[index]
         weights.forget()
@@ -88,8 +87,7 @@ class LlamaModel:
         config: ModelConfig,
         family: LlamaFamily,
         weights: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
+        form: Form,
         ranks: Ranks,
     ) -> None:
         own = self.config = part_of(config, ranks.part)
@@ -98,15 +96,15 @@ class LlamaModel:
         shape = (config.vocab_size, config.hidden)
         if config.tie_word_embeddings:
             name = f"{prefix}embed_tokens.weight"
-            self._embed, self._head = tied_embedding(weights, name, shape, device, dtype, ranks)
+            self._embed, self._head = tied_embedding(weights, name, shape, form, ranks)
         else:
-            self._embed = embedding(weights, f"{prefix}embed_tokens.weight", shape, device, dtype, ranks)
+            self._embed = embedding(weights, f"{prefix}embed_tokens.weight", shape, form, ranks)
             head = weights.take("lm_head.weight", *shape)[ranks.part.share(config.vocab_size)]
-            self._head = linear(head, None, device, dtype)
+            self._head = linear(head, None, form)
         places = range(config.num_layers)
-        self._layers = [Layer(config, family, i, prefix, weights, device, dtype, ranks) for i in places]
-        self._norm = owned(weights.take(f"{prefix}norm.weight", config.hidden), device, dtype)
-        self._rope = rope_table(family.rope, device)
+        self._layers = [Layer(config, family, i, prefix, weights, form, ranks) for i in places]
+        self._norm = owned(weights.take(f"{prefix}norm.weight", config.hidden), form)
+        self._rope = rope_table(family.rope, form.device)
         self._scale = config.head_dim**-0.5
         self._sizes = [own.num_heads * own.head_dim, *[own.num_kv_heads * own.head_dim] * 2]
         weights.finish(LEFTOVERS)

@@ -21,6 +21,7 @@ from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.models.config import ModelConfig, OptFamily, part_of
 from kilburn.worker.models.layers import (
     Embedding,
+    Form,
     Linear,
     embedding,
     linear,
@@ -38,12 +39,10 @@ _NORM_EPS = 1e-5  # torch's own default: OPT's config has no setting for it
 
 
 class _Taker:
-    """Takes the parameters of one model, with its prefix, device and dtype."""
+    """Takes the parameters of one model, with its prefix, in its form."""
 
-    def __init__(
-        self, weights: Checkpoint, family: OptFamily, device: torch.device, dtype: torch.dtype, ranks: Ranks
-    ) -> None:
-        self.weights, self.family, self.device, self.dtype, self.ranks = weights, family, device, dtype, ranks
+    def __init__(self, weights: Checkpoint, family: OptFamily, form: Form, ranks: Ranks) -> None:
+        self.weights, self.family, self.form, self.ranks = weights, family, form, ranks
         # Checkpoints from before the head had a module of its own lack the first part.
         self.prefix = "decoder." if "decoder.embed_tokens.weight" in weights else "model.decoder."
 
@@ -55,20 +54,20 @@ class _Taker:
         """Layers side by side, of each these outputs."""
         taken = [self.raw(name, out, into) for name in names]
         biases = [None if bias is None else bias[part] for _, bias in taken]
-        return merged([weight[part] for weight, _ in taken], biases, self.device, self.dtype)
+        return merged([weight[part] for weight, _ in taken], biases, self.form)
 
     def summed(self, name: str, out: int, into: int, part: slice) -> Linear:
         """What takes these inputs of a layer; its results are summed over the ranks."""
-        return split_linear(*self.raw(name, out, into), part, self.device, self.dtype, self.ranks)
+        return split_linear(*self.raw(name, out, into), part, self.form, self.ranks)
 
     def plain_linear(self, name: str, out: int, into: int) -> Linear:
-        return linear(self.weights.take(f"{self.prefix}{name}.weight", out, into), None, self.device, self.dtype)
+        return linear(self.weights.take(f"{self.prefix}{name}.weight", out, into), None, self.form)
 
     def norm(self, name: str, size: int) -> "Norm":
         if not self.family.norm_affine:
             return Norm(size, None, None)
         parts = [self.weights.take(f"{self.prefix}{name}.{part}", size) for part in ("weight", "bias")]
-        weight, bias = [owned(part, self.device, self.dtype) for part in parts]
+        weight, bias = [owned(part, self.form) for part in parts]
         return Norm(size, weight, bias)
 
 
@@ -109,23 +108,22 @@ class OptModel:
         config: ModelConfig,
         family: OptFamily,
         weights: Checkpoint,
-        device: torch.device,
-        dtype: torch.dtype,
+        form: Form,
         ranks: Ranks,
     ) -> None:
         self.config, self._ranks, self._norm_first = part_of(config, ranks.part), ranks, family.norm_first
         self._activation = ACTIVATIONS[family.activation]
-        take = _Taker(weights, family, device, dtype, ranks)
+        take = _Taker(weights, family, form, ranks)
         hidden, width = config.hidden, family.embed_width
         name, shape = f"{take.prefix}embed_tokens.weight", (config.vocab_size, width)
         if config.tie_word_embeddings:
-            self._embed, self._head = tied_embedding(weights, name, shape, device, dtype, ranks)
+            self._embed, self._head = tied_embedding(weights, name, shape, form, ranks)
         else:
-            self._embed = embedding(weights, name, shape, device, dtype, ranks)
+            self._embed = embedding(weights, name, shape, form, ranks)
             head = weights.take("lm_head.weight", *shape)[ranks.part.share(config.vocab_size)]
-            self._head = linear(head, None, device, dtype)
+            self._head = linear(head, None, form)
         places = weights.take(f"{take.prefix}embed_positions.weight", config.max_len + _POSITION_OFFSET, hidden)
-        self._places = Embedding(owned(places[_POSITION_OFFSET:], device, dtype), dtype)
+        self._places = Embedding(owned(places[_POSITION_OFFSET:], form), form.dtype)
         projected = width != hidden
         self._project_in = take.plain_linear("project_in", hidden, width) if projected else None
         self._project_out = take.plain_linear("project_out", width, hidden) if projected else None

@@ -30,6 +30,7 @@ from kilburn.worker.models.config import (
     read_config,
     read_settings,
 )
+from kilburn.worker.models.layers import Form
 from kilburn.worker.models.llama import LlamaModel
 from kilburn.worker.models.opt import OptModel
 from kilburn.worker.parallel import Ranks
@@ -69,32 +70,35 @@ def load(
     kv_dtype: torch.dtype | None = None,
     revision: str | None = None,
     ranks: Ranks | None = None,
+    has_int8_weights: bool = False,
 ) -> LoadedModel:
     """The model in `folder`, computing in `dtype` on `device`. Raises ModelRefused with what to change.
 
     `kv_dtype` (default: dtype) and `revision` (default: the commit of a hub snapshot) enter the digest only. Of several
-    `ranks` each reads its own part; their digest is that of the whole.
+    `ranks` each reads its own part; their digest is that of the whole. `has_int8_weights` is for the CPU in float32.
     """
-    settings, ranks = read_settings(folder), ranks or Ranks()
+    settings, ranks, form = read_settings(folder), ranks or Ranks(), Form(device, dtype, has_int8_weights)
     config = read_config(folder) if is_own(architecture_of(settings)) else None
     with Checkpoint(folder, on_progress) as weights:
         if config is not None:
             match config.family:
                 case LlamaFamily() as family:
-                    model: Model = LlamaModel(config, family, weights, device, dtype, ranks)
+                    model: Model = LlamaModel(config, family, weights, form, ranks)
                 case OptFamily() as family:
-                    model = OptModel(config, family, weights, device, dtype, ranks)
+                    model = OptModel(config, family, weights, form, ranks)
                 case GenericFamily():
                     raise ModelRefused(f"{folder}: {config.architecture} has no decoder here")
                 case _:
                     assert_never(config.family)
+        elif has_int8_weights:
+            raise ModelRefused(f"--quantization: {architecture_of(settings)} is computed by its own code; give none")
         else:
             # Here and not above: it brings transformers, seconds that our own decoders do not need.
             import kilburn.worker.models.generic as generic
 
             model = generic.load(folder, settings, weights, device, dtype)
         digest = model_digest(
-            folder, settings.values, weights, model.config, dtype, kv_dtype or dtype, revision, on_progress
+            folder, settings.values, weights, model.config, form, kv_dtype or dtype, revision, on_progress
         )
     return LoadedModel(model.config, model, digest, ranks)
 
@@ -104,7 +108,7 @@ def model_digest(
     settings: object,
     weights: Checkpoint,
     config: ModelConfig,
-    dtype: torch.dtype,
+    form: Form,
     kv_dtype: torch.dtype,
     revision: str | None,
     on_progress: OnProgress | None,
@@ -122,7 +126,8 @@ def model_digest(
         "tensors": sorted([name, info.dtype, *info.shape] for name, info in weights.tensors.items()),
         "files": hashes,
         "revision": revision,
-        "dtype": str(dtype),
+        "dtype": str(form.dtype),
+        "weights": "int8" if form.has_int8_weights else None,
         "kv": {"dtype": str(kv_dtype), "scales": None},
         "rope": repr(config.family.rope) if isinstance(config.family, LlamaFamily) else None,
         "max_len": config.max_len,

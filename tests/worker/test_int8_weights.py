@@ -1,0 +1,77 @@
+"""Weights of 8 bits in whole models: near to float32, each row by itself, on the bill, refused where they are not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kilburn.kernels.dispatch import kernels_for
+from kilburn.shared.config import SettingsError, WorkerSettings
+from kilburn.shared.model_files import ModelRefused
+from kilburn.shared.model_shape import read_shape
+from kilburn.worker import measured
+from kilburn.worker.models.weights import LoadedModel, load
+from kilburn.worker.start import load_for
+from tests.worker.paged_harness import CPU, Line, batch_of, load_cpu, new_pool
+from tests.worker.tiny_models import make_tiny
+
+# Whole panels of 32 outputs everywhere, but in the OPT's layers of 48.
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "smollm": {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1},
+    "opt": {},
+}
+
+
+def int8(folder: Path) -> LoadedModel:
+    return load(folder, torch.float32, CPU, has_int8_weights=True)
+
+
+def logits_of(loaded: LoadedModel, prompts: list[list[int]]) -> Tensor:
+    """Of each prompt's newest token, all prompts in one batch: [prompts, vocab]."""
+    lines = [Line(prompt, list(range(20 * i, 20 * i + 20))) for i, prompt in enumerate(prompts)]
+    ids, batch = batch_of([(line, len(line.tokens)) for line in lines])
+    hidden = loaded.model.forward(ids, new_pool(loaded, 20 * len(lines)), batch, kernels_for(CPU))
+    return loaded.model.logits(hidden[batch.query_start[1:].long() - 1])
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_model_says_nearly_what_it_says_in_float32(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=SIZES[kind])
+    exact, narrow = load_cpu(folder), int8(folder)
+    prompts = [[7, 8, 9, 10], [50] * 33, list(range(100, 160))]
+    want, got = logits_of(exact, prompts), logits_of(narrow, prompts)
+    assert 0 < float((got - want).norm() / want.norm()) < 0.02
+    assert exact.digest != narrow.digest, "KV of one is not KV of the other"
+
+
+def test_a_token_does_not_depend_on_an_outlier_beside_it(tmp_path: Path) -> None:
+    """One scale for a whole batch, as dynamic quantization often has, would take the neighbour's digits."""
+    folder = make_tiny(tmp_path, "llama", with_tokenizer=False, overrides=SIZES["llama"])
+    loaded = int8(folder)
+    normal, outlier = [7, 8, 9, 10, 11], [12, 13, 14]
+    alone = logits_of(loaded, [normal])
+    table = loaded.model._embed._table  # type: ignore[attr-defined]
+    loaded.model._embed._table = table.clone()  # type: ignore[attr-defined]  # the file's own is read-only
+    loaded.model._embed._table[outlier] *= 1e6  # type: ignore[attr-defined]
+    assert torch.equal(logits_of(loaded, [normal, outlier])[:1], alone)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_the_bill_has_the_weights_that_are_held(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=SIZES[kind])
+    shape = read_shape(folder, "float32", quantization="int8")
+    assert measured.held(int8(folder).model).own_bytes == shape.weight_bytes - shape.lookup_bytes
+    assert shape.weight_bytes < read_shape(folder, "float32").weight_bytes
+
+
+def test_where_there_are_no_such_products_it_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "llama", with_tokenizer=False)
+    settings = WorkerSettings(model=str(folder), quantization="int8")
+    for dtype, device in (("bfloat16", CPU), ("float32", torch.device("meta"))):
+        with pytest.raises(SettingsError, match="--quantization: int8 is for the CPU in float32; give none"):
+            load_for(settings, dtype, dtype, device)
+    with pytest.raises(ModelRefused, match=r"--quantization: .* give none"):
+        int8(make_tiny(tmp_path / "generic", "gpt2", with_tokenizer=False))
