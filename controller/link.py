@@ -29,6 +29,7 @@ from pathlib import Path
 import zmq
 
 from kilburn.controller.core.events import Arrived, Left
+from kilburn.controller.link_watch import HandshakeCounters, LinkWatch
 from kilburn.controller.zap import DOMAIN, AllowList
 from kilburn.shared import messages as m
 from kilburn.shared.codec import MAX_FRAME_BYTES, WrongVersion, decode_from_worker, encode, encode_reject
@@ -63,6 +64,7 @@ class LinkCounters:
     unsent: int = 0  # frames that could not be queued, each the loss of its peer
     strangers: int = 0  # well-formed messages from peers without a Hello
     garbage: dict[str, int] = field(default_factory=lambda: {"identity": 0, "parts": 0, "malformed": 0, "version": 0})
+    handshakes: HandshakeCounters = field(default_factory=HandshakeCounters)
 
 
 class ControllerLink:
@@ -88,6 +90,7 @@ class ControllerLink:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._allow_list: AllowList | None = None
+        self._watch: LinkWatch | None = None
         self._fd: int | None = None
 
     @property
@@ -108,6 +111,7 @@ class ControllerLink:
             self._allow_list = AllowList(self._context, self._keys.allowed)
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options(self._socket)
+        self._watch = LinkWatch(self._socket, self.counters.handshakes)
         try:
             self._socket.bind(self.endpoint)
         except zmq.ZMQError as error:
@@ -147,6 +151,8 @@ class ControllerLink:
         if socket is not None:
             if self._fd is not None:
                 self._loop.remove_reader(self._fd)
+            if self._watch is not None:
+                self._watch.close()
             socket.close()
         if self._allow_list is not None and self._context is not None and not self._context.closed:
             self._allow_list.close()

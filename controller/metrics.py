@@ -99,6 +99,8 @@ ENGINE_FIGURES: tuple[Figure[Snapshot], ...] = (
     Figure("leases", GAUGE, "leases, by state", ("state",), _leases),
     Figure("leases_began", COUNTER, "leases given", (), single(lambda s: s.leases_began)),
     Figure("leases_ended", COUNTER, "leases that ended", (), single(lambda s: s.leases_ended)),
+    Figure("stale_messages", COUNTER, "messages of leases that are over, which have no effect", (),
+           single(lambda s: s.stale_messages)),
     Figure("requests", GAUGE, "requests known to the engine", (), single(lambda s: s.requests)),
     Figure("requests_queued", GAUGE, "requests that wait, wherever they are", (), single(lambda s: s.waiting_requests)),
     Figure("requests_homeless", GAUGE, "requests that wait for a worker group", (),
@@ -202,6 +204,10 @@ PROCESS_FIGURES: tuple[Figure[Sources], ...] = (
     _linked("strangers", "messages of peers without a lease", lambda link: link.strangers),
     Figure("link_denied", COUNTER, "handshakes refused for their key", (), single(lambda s: s.link.denied)),
     Figure("link_garbage", COUNTER, "frames that were no messages", ("kind",), _garbage),
+    Figure("link_handshakes_failed", COUNTER, "connections that never became a peer's", ("kind",),
+           lambda s: [((kind,), number) for kind, number in s.link.counters.handshakes.failed.items()]),
+    _linked("handshakes", "connections whose ends have greeted each other", lambda link: link.handshakes.succeeded),
+    _linked("connections_ended", "connections from peers that ended", lambda link: link.handshakes.ended),
 )  # fmt: skip
 
 SERVING_FIGURES: tuple[Figure[float], ...] = (

@@ -99,6 +99,7 @@ class Engine:
         self._model_digest: bytes | None = None
         self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
+        self._stale_messages = 0
         self._is_closing = False
         self._has_moved = False  # worker groups came or went, and prefixes may be held by none
         self._num_poison = 0  # requests that ended workers
@@ -303,6 +304,7 @@ class Engine:
         home = self._homes.get(self._leads.get(peer, peer))
         lease = getattr(message, "lease", None)
         if home is None or (lease is not None and lease != home.lease.id):
+            self._stale_messages += 1
             if home is None and lease is not None:
                 effects.append(Send(peer, Gone(lease, "this lease is over")))
             elif isinstance(message, Goodbye):
@@ -538,6 +540,7 @@ class Engine:
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
             waiting_ranks=sum(num_present for num_present, _ in self._muster.present.values()),
+            stale_messages=self._stale_messages,
             requests_displaced=self._homeless.num_displaced,
             requests_recovered=self._homeless.num_recovered,
             laws_broken=self._laws_broken,

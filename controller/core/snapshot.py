@@ -157,6 +157,7 @@ class Snapshot:
     queue_timeouts: int = 0  # requests that waited too long to begin
     request_timeouts: int = 0  # requests whose time ran out
     poison_requests: int = 0  # requests that ended one worker after the other, and failed for it
+    stale_messages: int = 0  # of leases that are over
 
     @property
     def can_produce(self) -> bool:
