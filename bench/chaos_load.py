@@ -109,20 +109,20 @@ async def _streamed(response: aiohttp.ClientResponse) -> Outcome:
     reasons: dict[int, str] = {}
     code, is_done = "", False
     async for line in response.content:
-        match line.strip().removeprefix(b"data: "):
-            case b"":
-                continue
-            case b"[DONE]":
-                is_done = True
-            case data:
-                event = json.loads(data)
-                if "error" in event:
-                    code = str(event["error"]["code"])
-                for choice in event.get("choices", ()):
-                    index = choice["index"]
-                    texts[index] = texts.get(index, "") + _text(choice, "delta")
-                    if choice["finish_reason"] is not None:
-                        reasons[index] = choice["finish_reason"]
+        name, _, data = line.strip().partition(b": ")
+        if name != b"data":
+            continue  # an empty line, or a comment that keeps the connection alive
+        if data == b"[DONE]":
+            is_done = True
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            code = str(event["error"]["code"])
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + _text(choice, "delta")
+            if choice["finish_reason"] is not None:
+                reasons[index] = choice["finish_reason"]
     if not is_done:
         return Wrong("a stream that ended without [DONE]")
     if code:

@@ -95,7 +95,7 @@ class Patience:
     gone_s: float = 2.0  # for the Gone that follows a StepFailed
     step_s: float = 120.0  # for a step of several ranks, where the controller does not say
     first_wait_s: float = 0.25  # before a new connection; doubled each time in vain ...
-    last_wait_s: float = 4.0  # ... up to this
+    last_wait_s: float = 4.0  # ... up to this; a lease that lasted longer was not in vain
 
 
 class State(Enum):
@@ -134,6 +134,7 @@ class Daemon:
         self._deadline = 0.0  # of an answer, where one is awaited
         self._step_s = patience.step_s
         self._wait_s = patience.first_wait_s
+        self._leased_at = 0.0
         self._waiting_since = 0.0
 
     def run(self) -> int:
@@ -182,7 +183,7 @@ class Daemon:
 
     def _begin(self, welcome: Welcome) -> None:
         self._move(State.SERVING)
-        self.lease, self.next_step, self._wait_s = welcome.lease, 1, self.patience.first_wait_s
+        self.lease, self.next_step, self._leased_at = welcome.lease, 1, time.monotonic()
         self._step_s = welcome.step_s or self.patience.step_s
         try:
             with self._limited():
@@ -240,6 +241,10 @@ class Daemon:
         log.warning("%s; joining again", why)
         self.steps.clear()
         self._move(State.JOINING)
+        # A lease that ends as soon as it began (ranks that do not meet, two workers of one name) is one in vain, too.
+        if self._leased_at and time.monotonic() - self._leased_at > self.patience.last_wait_s:
+            self._wait_s = self.patience.first_wait_s
+        self._leased_at = 0.0
         self.stop.wait(self._wait_s)
         self._wait_s = min(2 * self._wait_s, self.patience.last_wait_s)
         self.link.reconnect()

@@ -108,6 +108,7 @@ def test_no_socket_type_of_zeromq_but_those_of_the_link() -> None:
     }
     assert users - {"controller/simulate/fake_daemon.py"} == {
         "controller/link.py",
+        "controller/link_watch.py",
         "controller/zap.py",
         "worker/link.py",
     }

@@ -164,6 +164,16 @@ def test_gone_drops_the_rows_and_a_new_identity_asks_again() -> None:
         assert controller.heard().tokens == oracle(life.model, PROMPT, GREEDY, 1)
 
 
+def test_leases_that_end_at_once_are_asked_for_ever_more_rarely() -> None:
+    with controlled() as (controller, life):
+        waits = []
+        for lease in range(1, 6):
+            controller.welcomed(lease)
+            waits.append(life.daemon._wait_s)
+            controller.say(m.Gone(lease, "another worker took its name"))
+        assert waits == [0.02, 0.04, 0.08, 0.1, 0.1]
+
+
 def test_a_gap_in_the_steps_ends_the_lease() -> None:
     with controlled() as (controller, _):
         controller.welcomed(lease=1)
