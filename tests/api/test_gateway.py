@@ -326,6 +326,13 @@ async def test_after_it_the_stream_ends_with_an_error_at_once(tmp_path: Path) ->
                 name, data = (await response.text()).split("\n\n")[-2].splitlines()
             assert (name, data[: len(expected) + 6]) == ("event: error", f"data: {expected}")
         assert json.loads(data[6:])["sequence_number"] == 7
+        # Whoever is named in the request's own line is not asked: controllers come from settings and the registry.
+        raw_reader, raw = await asyncio.open_connection("127.0.0.1", int(client.url.rpartition(":")[2]))
+        raw.write(b"GET http://127.0.0.1:1/v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        poor.fails, asked = refuses(418, "teapot"), poor.asked
+        assert (await raw_reader.read()).startswith(b"HTTP/1.1 418")
+        assert poor.asked == asked + 1
+        raw.close()
         # A machine that is gone says nothing: its streams end when its probes have been unanswered for long enough.
         poor.fails = says(FIRST, then="silence")
         asking = asyncio.create_task(client.events("/v1/completions", COMPLETION))

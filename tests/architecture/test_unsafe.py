@@ -121,3 +121,4 @@ def test_defaults_stay_on_this_machine() -> None:
 
     assert checked_endpoint(config.DEFAULT_ENDPOINT, False, "bind") == config.DEFAULT_ENDPOINT
     assert config.ControllerSettings().host == "127.0.0.1"
+    assert config.GatewaySettings().host == "127.0.0.1"

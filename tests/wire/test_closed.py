@@ -1,6 +1,7 @@
 """Whoever is no peer: each way to be none is tried on a controller that serves, counted, and changes nothing there."""
 
 import asyncio
+import dataclasses
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import zmq
 from hypothesis import given, settings, target
 from hypothesis import strategies as st
 
+from kilburn.controller.api import anthropic, responses, schema
 from kilburn.controller.core.engine import Engine, EngineSettings
 from kilburn.controller.core.events import Arrived, Send
 from kilburn.controller.link import LinkCounters, LinkLimits
@@ -187,6 +189,22 @@ def test_messages_of_a_lease_that_is_over_have_no_effect_and_are_counted() -> No
     assert effects == []
     assert (engine.leases, engine.snapshot().stale_messages) == (before, len(old))
     engine.validate()
+
+
+def test_no_client_names_an_address_and_sockets_are_few() -> None:
+    """What is connected to comes from settings, or from the signed word of a controller, and never from a request."""
+    for module in (schema, anthropic, responses):
+        for cls in vars(module).values():
+            if dataclasses.is_dataclass(cls):
+                names = {word for field in dataclasses.fields(cls) for word in field.name.split("_")}
+                assert not names & {"url", "uri", "host", "address", "endpoint", "webhook", "callback"}, cls
+
+    async def act() -> None:
+        async with controller() as side:
+            assert side.link._context is not None
+            assert side.link._context.get(zmq.MAX_SOCKETS) <= 16  # the ROUTER, its monitor, and who answers for keys
+
+    run(act)
 
 
 # --- any bytes at all, towards those that get furthest
