@@ -133,7 +133,7 @@ class Fleet:
         try:
             async with asyncio.timeout(min(self._lost_s, 2 * PROBE_S)):
                 is_ready = await self._probe(member.address)
-        except (aiohttp.ClientError, OSError):  # TimeoutError is one
+        except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError; what answers may be anything
             if loop.time() - member.heard_at >= self._lost_s or member.state is State.LOST:
                 self._lose(member)
             else:
@@ -146,7 +146,8 @@ class Fleet:
         member.state = State.LOST
         now = asyncio.get_running_loop().time()
         for scope in member.under_way:
-            scope.reschedule(now)
-            member.num_lost += 1
+            if not scope.expired():
+                scope.reschedule(now)
+                member.num_lost += 1
         if not member.is_listed and member.address not in self._told and not member.under_way:
             del self._members[member.address]

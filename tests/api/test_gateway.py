@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kilburn.controller.gateway.app import RunningGateway, running_gateway
 from kilburn.controller.gateway.events import EventCutter, is_for_another, is_opening
-from kilburn.controller.gateway.fleet import REQUEST_TOKENS, Fleet, State
+from kilburn.controller.gateway.fleet import REQUEST_TOKENS, Fleet, Lost, State
 from kilburn.controller.registry import Announcement
 from kilburn.controller.registry_redis import RedisRegistry
 from kilburn.shared.config import GatewaySettings
@@ -370,6 +370,32 @@ async def test_the_order_is_by_state_then_by_cost() -> None:
     assert fleet.order(9000, {"y": 3 * REQUEST_TOKENS + 1, "z": 9000})[0].id == "y"
     y.about = about("http://y", 0)
     assert {fleet.order(100, {})[0].id for _ in range(4)} == {"x", "y"}  # equals take turns
+
+
+async def test_what_goes_on_with_a_lost_member_is_broken_off_once() -> None:
+    async def probe(address: str) -> bool:
+        raise ConnectionRefusedError
+
+    fleet = Fleet(["http://listed"], 0.0, probe)
+    (member,) = fleet.members
+    stubborn = asyncio.Event()
+
+    async def work() -> None:
+        async with fleet.working(member):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await stubborn.wait()
+
+    working = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    for _ in range(3):  # probes go on while it takes its time to end
+        await fleet._look(member)
+        await asyncio.sleep(0.01)
+    stubborn.set()
+    with pytest.raises(Lost):
+        await working
+    assert (member.state, member.num_lost, member.under_way) == (State.LOST, 1, set())
 
 
 def test_events_are_cut_whole_and_openings_known() -> None:
