@@ -40,7 +40,7 @@ SETTLE_S = 60.0  # for everything to be well again, and for what is idle to be c
 GAP_S = (0.2, 1.2)  # between one accident and the next
 PAUSE_S = (0.1, 4.0)  # of a process, a connection; up to twice what a worker may be silent
 SAMPLE_S = 0.5
-LOADING_S = 30.0
+LOADING_S, GROWING_S = 30.0, 60.0  # of a process's life: to load all that it needs, and to be judged afterwards
 MOST_GROWTH_MB = 48.0
 MOST_NEW_DESCRIPTORS = 8  # connections that are kept for the next request come and go
 FLOOD_FRAMES = 2000
@@ -147,7 +147,7 @@ ACCIDENTS: tuple[tuple[Accident, int], ...] = (
     (worker_killed, 5),
     (worker_told_to_leave, 1),
     (worker_paused, 3),
-    (controller_killed, 2),
+    (controller_killed, 1),
     (controller_paused, 2),
     (link_cut, 3),
     (link_half_open, 3),
@@ -285,7 +285,7 @@ async def run(options: argparse.Namespace, folder: Path, say: Callable[[str], No
         say("all is well again, and every client has its answer")
         sampling.cancel()
         faults = await settled(world, watch.descriptors)
-    growth = watch.growth_mb(options.seconds / 3)
+    growth = watch.growth_mb(min(options.seconds / 3, GROWING_S))
     faults += [f"{name}: grew by {by:.0f} MB" for name, by in growth.items() if by > MOST_GROWTH_MB]
     if not load.tally.adds_up:
         faults.append("requests sent are not those finished, refused and left")
