@@ -21,10 +21,12 @@ from aiohttp import web
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
+from kilburn.controller.calls.forms import FORMS
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.driver import Driver, drain
+from kilburn.controller.grammars import Bounds, GrammarDoor
 from kilburn.controller.link import ControllerLink
 from kilburn.controller.listening import EVERYWHERE, keyring_for, listen, runner_of, stop_signals
 from kilburn.controller.metrics import Metrics, Sources
@@ -32,6 +34,7 @@ from kilburn.controller.page.feed import Feed
 from kilburn.controller.page.picture import Picture, Rates, Totals
 from kilburn.controller.registry import Announcement, PrefixRegistry
 from kilburn.controller.registry_opening import registry_for, salts_for
+from kilburn.controller.salts import Salts
 from kilburn.controller.streams import Streams
 from kilburn.controller.telling import Teller
 from kilburn.controller.text import Text, TextError, read_folder
@@ -175,15 +178,7 @@ async def running_controller(
     link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
     driver.send = link.send
     service = Service(
-        asking=Asking(
-            text,
-            driver,
-            salts,
-            settings.max_choices,
-            settings.least_priority,
-            settings.max_prompt_logprobs,
-            settings.max_prompt_tokens,
-        ),
+        asking=_asking(settings, text, driver, salts),
         streams=driver.streams,
         names=driver.names,
         chronicle=driver.chronicle,
@@ -214,6 +209,19 @@ async def running_controller(
         if driver.tracing is not None:
             await asyncio.to_thread(driver.tracing.close)
         text.close()
+        await service.asking.grammars.close()
+
+
+def _asking(settings: ControllerSettings, text: Text, driver: Driver, salts: Salts) -> Asking:
+    bounds = Bounds(settings.max_schema, settings.max_schema_depth, settings.schema_seconds)
+    limits = (
+        settings.max_choices,
+        settings.least_priority,
+        settings.max_prompt_logprobs,
+        settings.max_prompt_tokens,
+    )
+    form = text.call_form if settings.tool_parser == "auto" else FORMS[settings.tool_parser]
+    return Asking(text, driver, salts, *limits, GrammarDoor(bounds), form)
 
 
 async def _keep_alive(streams: Streams, silence_s: float) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kilburn.controller.core.events import Beam, BeamSettings
 from kilburn.controller.detokenize import Detokenizer, StopStrings
 from kilburn.controller.scores import PromptScores
+from kilburn.shared.grammar import Grammar
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
 
@@ -66,6 +67,7 @@ class Ask:
     origin: Origin = Origin()
     tenant: bytes = b""
     weight: float = 1.0
+    grammar: Grammar | None = None  # that the answers follow; sampling.grammar is its digest
 
     @property
     def is_scored(self) -> bool:

@@ -192,7 +192,7 @@ class Streams:
             self._tell_onlookers(self._chronicle.begin, request_id, ask)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
             times, whose = (ask.queue_s, ask.request_s), (ask.tenant, ask.weight)
-            self._post(Submit(request_id, *about, *times, *whose))
+            self._post(Submit(request_id, *about, *times, *whose, ask.grammar))
         heard = asyncio.get_running_loop().create_future()
         self._unheard.append(heard)
         try:

@@ -27,6 +27,7 @@ from typing import Any
 import jinja2
 from tokenizers import AddedToken, Tokenizer
 
+from kilburn.controller.calls.forms import form_of
 from kilburn.controller.detokenize import Detokenizer
 from kilburn.controller.template import ChatTemplate, Message, select
 
@@ -43,6 +44,7 @@ class ChatOptions:
     continue_final_message: bool = False
     trusted: bool = False  # control tokens in the users' texts count as such
     extra: tuple[tuple[str, Any], ...] = ()  # further variables for the template
+    tools: tuple[dict[str, Any], ...] = ()  # that the model may call
 
 
 PLAIN_CHAT = ChatOptions()
@@ -74,6 +76,7 @@ class Text:
         self.vocab_size = max(vocab_size or 0, tokenizer.get_vocab_size(with_added_tokens=True))
         literals = tuple(self._controls.values())
         self._template = ChatTemplate(template_source, variables or {}, literals) if template_source else None
+        self.call_form = form_of(template_source or "")  # in which the model was taught to call tools
         self._bytes = _TokenBytes(tokenizer, added)
         self._encoders = ThreadPoolExecutor(2, "kilburn-encode")
         self._renderer = ThreadPoolExecutor(1, "kilburn-render")  # one at a time: the template's clock is its own
@@ -136,7 +139,7 @@ class Text:
             messages,
             add_generation_prompt=options.add_generation_prompt,
             continue_final_message=options.continue_final_message,
-            extra=dict(options.extra),
+            extra=dict(options.extra) | ({"tools": list(options.tools)} if options.tools else {}),
             trusted=options.trusted,
         )
         if options.trusted:

@@ -117,6 +117,11 @@ class ControllerSettings(Settings):
         60.0, Duration(0.0, 86400.0), "waiting that makes up for one level of `priority`; 0: nothing does"
     )
     max_choices: int = setting(128, Count(1, 128), "sequences that one request may ask for (n, best_of, beams)")
+    tool_parser: str = setting(
+        "auto",
+        Choice(("auto", "hermes", "llama3", "mistral")),
+        "how the model calls tools; auto: its chat template says",
+    )
     max_prompt_logprobs: int = setting(
         1 << 18, Count(0, 1 << 24), "log probabilities of prompts in one answer: tokens times those asked for, and one"
     )
@@ -132,6 +137,8 @@ class ControllerSettings(Settings):
     max_logit_bias: int = setting(1024, Count(0, 16384), "entries of `logit_bias`")
     max_tools: int = setting(128, Count(0, 1024), "tools of one request")
     max_schema: int = setting(64 << 10, Size(0), "largest schema, grammar or pattern that an answer is to obey")
+    max_schema_depth: int = setting(64, Count(1, 1000), "how deep lists and objects in it may be nested")
+    schema_seconds: float = setting(2.0, Duration(0.1, 60.0), "longest time to compile it before it is refused")
     max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
     pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")
     server_key_file: str = setting(

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kilburn.controller.api.asking import chat_ask
 from kilburn.controller.api.checks import read_as
-from kilburn.controller.api.errors import ApiError, failure, refusal, renamed
+from kilburn.controller.api.errors import ApiError, bad_request, failure, refusal, renamed
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import Layout, to_json
 from kilburn.controller.api.messages import chat_ids, chat_prompt
@@ -25,6 +25,7 @@ from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
 from kilburn.controller.api.sse import KEEP_ALIVE, EventStream
 from kilburn.controller.auth import Tenant
+from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Ask, Delta, Origin
 from kilburn.controller.streams import Answer
 from kilburn.controller.text import ChatOptions
@@ -44,14 +45,23 @@ class Answering:
 
     async def chat_ask(self, wanted: ChatRequest, tenant: Tenant) -> Ask:
         """Raises ApiError."""
+        if wanted.toolbox.may_be_called and self._service.asking.form is None:
+            message = "tools: the chat template does not say how this model calls them; start it with --tool-parser"
+            raise bad_request("tools", message)
         return await chat_ask(wanted, await self.conversation(wanted), self._service.asking, tenant)
 
-    async def translated(self, body: Any, fields: Mapping[str, str], tenant: Tenant) -> Ask:
+    async def translated(self, body: Any, fields: Mapping[str, str], tenant: Tenant) -> tuple[Ask, CallReader | None]:
         """Of another API's request that became a chat's. `fields`: how that API calls a chat's. Raises ApiError."""
         try:
-            return await self.chat_ask(read_as(ChatRequest, body, limits=self._service.limits), tenant)
+            chat = read_as(ChatRequest, body, limits=self._service.limits)
+            return await self.chat_ask(chat, tenant), self.reader(chat)
         except ApiError as error:
             raise renamed(error, fields) from None
+
+    def reader(self, wanted: ChatRequest) -> CallReader | None:
+        """Of the calls in one choice of the answer; None where there are none to read."""
+        toolbox, form = wanted.toolbox, self._service.asking.form
+        return toolbox.new_reader(form) if form is not None and toolbox.may_be_called else None
 
     async def conversation(self, wanted: ChatRequest) -> list[int]:
         """The prompt of a chat. Raises ApiError."""

@@ -23,9 +23,9 @@ class AnthropicRoutes:
         service = self._service
         wanted = await service.read(MessagesRequest, request)
         service.check_model(wanted.model)
-        asks = [await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])]
-        layout = AnthropicLayout(service.model_name, None)
-        return await self._answering.answer(request, asks, layout, wanted.stream)
+        ask, reader = await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])
+        layout = AnthropicLayout(service.model_name, reader)
+        return await self._answering.answer(request, [ask], layout, wanted.stream)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         service = self._service

@@ -9,16 +9,19 @@ Lengths, with `room` the tokens that fit behind the prompt into the model's leng
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kilburn.controller.api.errors import ApiError, bad_request
 from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest
 from kilburn.controller.auth import Tenant
+from kilburn.controller.calls.forms import Form
 from kilburn.controller.choice import Ask
 from kilburn.controller.core.limits import Patience
+from kilburn.controller.grammars import GrammarDoor, GrammarRefused, Wanted
 from kilburn.controller.salts import Salts
 from kilburn.controller.text import Text
+from kilburn.shared.grammar import Grammar
 from kilburn.shared.sampling import Sampling
 
 DEFAULT_COMPLETION = 16  # OpenAI's
@@ -49,6 +52,8 @@ class Asking:
     least_priority: int = 0  # the most urgent that one may have
     max_prompt_logprobs: int = 1 << 18  # log probabilities of prompts that one answer may tell
     max_prompt_tokens: int = 0  # of one prompt; 0: as many as the model takes
+    grammars: GrammarDoor = field(default_factory=GrammarDoor)
+    form: Form | None = None  # in which the model writes calls of tools
 
 
 def sampling_of(request: Choosing, text: Text, vocab_size: int, num_logprobs: int) -> Sampling:
@@ -153,11 +158,27 @@ def _bound_candidates(request: Choosing, sampling: Sampling, vocab_size: int) ->
         raise bad_request("beam_width", f"beam_width times the stop ids, and one, must be at most {most}; lower either")
 
 
+async def _grammar(wanted: Wanted | None, sampling: Sampling, asking: Asking) -> Grammar | None:
+    """What the answer has to follow. Raises ApiError."""
+    if wanted is None:
+        return None
+    if not sampling.stop_ids:
+        message = f"{wanted.where}: this model has no token that ends an answer; give stop_token_ids"
+        raise bad_request(wanted.where, message)
+    try:
+        return await asking.grammars.grammar(wanted)
+    except GrammarRefused as refused:
+        raise bad_request(
+            wanted.where, f"{wanted.where} cannot be followed: {refused}", "unsupported_grammar"
+        ) from None
+
+
 def _ask(
     request: Choosing,
     prompt: Sequence[int],
     max_tokens: int,
     sampling: Sampling,
+    grammar: Grammar | None,
     salt: bytes,
     tenant: Tenant,
     patience: Patience,
@@ -166,7 +187,8 @@ def _ask(
     return Ask(
         prompt,
         max_tokens,
-        sampling,
+        sampling if grammar is None else replace(sampling, grammar=grammar.digest),
+        grammar=grammar,
         n=request.n if request.beams is not None else request.width,
         keep=request.n,
         beams=request.beams,
@@ -193,6 +215,7 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
     salt = asking.salts.of(tenant.name, request.cache_salt)
     sampling = sampling_of(request, text, capacity.vocab_size, num_logprobs)
     _bound_candidates(request, sampling, capacity.vocab_size)
+    grammar = await _grammar(request.bound_by, sampling, asking)
     prompts = await _prompt_ids(request, text, capacity)
     _bound_scores(request, sum(map(len, prompts)), asking)
     patience = Patience(request.queue_timeout, request.timeout)
@@ -202,7 +225,7 @@ async def completion_asks(request: CompletionRequest, asking: Asking, tenant: Te
         prefix = ""
         if request.echo:
             prefix = prompt if isinstance(prompt, str) else text.decode(ids, request.skip_special_tokens)
-        asks.append(_ask(request, ids, max_tokens, sampling, salt, tenant, patience, prefix))
+        asks.append(_ask(request, ids, max_tokens, sampling, grammar, salt, tenant, patience, prefix))
     return asks
 
 
@@ -235,8 +258,14 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     _bound_candidates(request, sampling, capacity.vocab_size)
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     patience = Patience(request.queue_timeout, request.timeout)
+    toolbox, form = request.toolbox, asking.form
+    bound_to = toolbox.wanted(form) if form is not None else None
+    grammar = await _grammar(bound_to or request.bound_by, sampling, asking)
     max_tokens = await fitted(request, wanted, None, len(ids), asking, patience)
-    return _ask(request, ids, max_tokens, sampling, asking.salts.of(tenant.name, request.cache_salt), tenant, patience)
+    salt = asking.salts.of(tenant.name, request.cache_salt)
+    ask = _ask(request, ids, max_tokens, sampling, grammar, salt, tenant, patience)
+    # What calls begin with is a control token in some forms, and must be seen to be read.
+    return replace(ask, skip_special=False) if toolbox.may_be_called else ask
 
 
 def no_worker(recovery_s: float) -> ApiError:

@@ -28,6 +28,7 @@ _STATUS: dict[Refusal, tuple[int, str]] = {
     Refusal.NO_WORKER: (503, "no_worker"),
     Refusal.QUEUE_TIMEOUT: (503, "queue_timeout"),
     Refusal.REQUEST_TIMEOUT: (408, "request_timeout"),
+    Refusal.GRAMMAR: (400, "unsupported_grammar"),
     Refusal.PINS_FULL: (409, "pins_full"),
     Refusal.SHUTTING_DOWN: (503, "shutting_down"),
 }

@@ -11,13 +11,15 @@ What this file does not know: where deltas come from, how they are sent.
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+from kilburn.controller.api.called import Calls
 from kilburn.controller.api.errors import ApiError, encoded
 from kilburn.controller.api.sse import DONE, frame
+from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta, Scored
 from kilburn.controller.streams import Answer
 from kilburn.controller.text import Text
@@ -169,8 +171,11 @@ class CompletionLayout:
 
 
 class ChatLayout:
-    def __init__(self, text: Text, model: str, shown: Shown) -> None:
+    """`reader`: makes a reader of the calls of tools for a choice; None: there are none to read."""
+
+    def __init__(self, text: Text, model: str, shown: Shown, reader: Callable[[], CallReader] | None = None) -> None:
         self._text, self._shown = text, shown
+        self._new_reader, self._calls = reader, dict[int, Calls]()
         self._head = _Head("chatcmpl", "chat.completion.chunk", model, shown)
 
     @property
@@ -181,9 +186,9 @@ class ChatLayout:
         choices = [
             {
                 "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": self._message(delta),
                 "logprobs": self._logprobs(delta.scored) if self._shown.logprobs else None,
-                "finish_reason": _finish(delta),
+                "finish_reason": self._finish(delta),
                 **_scores(delta),
             }
             for delta in deltas
@@ -192,18 +197,41 @@ class ChatLayout:
         scores = _prompt_logprobs(deltas[0], self._shown, self._text)
         return {**fields, "choices": choices, "usage": usage(answer), **scores, **self._head.timings(answer)}
 
+    def _message(self, delta: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if self._new_reader is None:
+            return message
+        calls = self._calls[delta.index] = Calls(self._new_reader())
+        return message | calls.whole(delta.text)
+
+    def _finish(self, delta: Delta) -> str | None:
+        calls = self._calls.get(delta.index)
+        has_called = calls is not None and calls.has_any and delta.finish is FinishReason.STOP
+        return "tool_calls" if has_called else _finish(delta)
+
+    def _called(self, delta: Delta) -> list[dict[str, Any]]:
+        """What a chunk's `delta` says, one after the other, where calls are read."""
+        if self._new_reader is None:
+            return [{"content": delta.text}]
+        if delta.index not in self._calls:
+            self._calls[delta.index] = Calls(self._new_reader())
+        deltas = self._calls[delta.index].deltas(delta.text, delta.finish is not None)
+        return deltas or ([{"content": ""}] if delta.scored else [])
+
     def opening(self, answer: Answer) -> Iterator[str]:
         for index in range(len(answer.choices)):
             body = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             yield self._head.chunk(f'{{"index":{index},{body}}}')
 
     def chunks(self, delta: Delta) -> Iterator[str]:
-        if delta.text or delta.scored:
+        if delta.text or delta.scored or self._new_reader is not None:
             logprobs = to_json(self._logprobs(delta.scored)) if self._shown.logprobs else "null"
-            body = f'"delta":{{"content":{to_json(delta.text)}}},"logprobs":{logprobs},"finish_reason":null'
-            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+            for said in self._called(delta):
+                body = f'"delta":{to_json(said)},"logprobs":{logprobs},"finish_reason":null'
+                yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+                logprobs = "null"  # they are told once
         if delta.finish is not None:
-            body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
+            body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(self._finish(delta))}{_why(delta)}'
             yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
 
     def ending(self, answer: Answer) -> Iterator[str]:

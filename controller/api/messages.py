@@ -108,5 +108,6 @@ async def chat_prompt(wanted: ChatRequest, text: Text) -> list[int]:
         continue_final_message=wanted.continue_final_message,
         trusted=wanted.allow_special_tokens,
         extra=tuple((wanted.chat_template_kwargs or {}).items()),
+        tools=tuple([tool.given for tool in wanted.tools]),
     )
     return await chat_ids(wanted.messages, options, text)

@@ -20,9 +20,9 @@ class ResponsesRoutes:
         service = self._service
         wanted = await service.read(ResponsesRequest, request)
         service.check_model(wanted.model)
-        asks = [await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])]
-        layout = ResponsesLayout(service.model_name, wanted, None)
-        return await self._answering.answer(request, asks, layout, wanted.stream)
+        ask, reader = await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])
+        layout = ResponsesLayout(service.model_name, wanted, reader)
+        return await self._answering.answer(request, [ask], layout, wanted.stream)
 
     async def stored(self, request: web.Request) -> web.Response:
         raise ApiError(404, "responses are not stored here; keep what you were answered", code="response_not_found")

@@ -6,6 +6,7 @@ What this file does not know: the engine, keys, how errors look.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -68,7 +69,9 @@ class Routes:
         wanted = await service.read(ChatRequest, request)
         service.check_model(wanted.model)
         asks = [await self._answering.chat_ask(wanted, request[TENANT])]
-        layout = ChatLayout(service.text, service.model_name, chat_shown(wanted))
+        form = service.asking.form
+        reader = partial(wanted.toolbox.new_reader, form) if form is not None and wanted.toolbox.may_be_called else None
+        layout = ChatLayout(service.text, service.model_name, chat_shown(wanted), reader)
         return await self._answering.answer(request, asks, layout, wanted.stream)
 
     # --- about the model

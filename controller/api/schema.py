@@ -27,7 +27,19 @@ from kilburn.controller.api.checks import (
     needed,
 )
 from kilburn.controller.api.errors import ApiError, bad_request
+from kilburn.controller.api.structure import (
+    CHECKS,
+    Format,
+    StructuredOutputs,
+    Tool,
+    Toolbox,
+    ToolCheck,
+    ToolChoice,
+    ToolChoiceCheck,
+    bound_by,
+)
 from kilburn.controller.core.events import BeamSettings, EarlyStopping
+from kilburn.controller.grammars import Wanted
 
 INT32_MAX = 2**31 - 1
 # What a server may be set to allow; by default it allows less of most (shared/config.py).
@@ -131,6 +143,12 @@ class Early:
 
 # With beams, what these fields ask for cannot be had: the values that ask for nothing, and what to do.
 _NOT_WITH_BEAMS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "structured_outputs": ((None,), "leave it out"),
+    "guided_json": ((None,), "leave it out"),
+    "guided_regex": ((None,), "leave it out"),
+    "guided_choice": ((None,), "leave it out"),
+    "guided_grammar": ((None,), "leave it out"),
+    "response_format": ((None,), "leave it out"),
     "stream": ((False,), "no token is certain before the search is over"),
     "stop": (((),), "use stop_token_ids"),
     "presence_penalty": ((0.0,), "leave it out"),
@@ -143,12 +161,6 @@ _NOT_WITH_BEAMS: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((None, False), "each choice says its cumulative_logprob"),
     "prompt_logprobs": ((None,), "ask for them without a search"),
     "best_of": ((None,), "use beam_width"),
-    "structured_outputs": ((None,), "leave it out"),
-    "guided_json": ((None,), "leave it out"),
-    "guided_regex": ((None,), "leave it out"),
-    "guided_choice": ((None,), "leave it out"),
-    "guided_grammar": ((None,), "leave it out"),
-    "response_format": ((None,), "leave it out"),
 }
 
 
@@ -225,19 +237,32 @@ class Choosing(Served):
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
     bad_words: None = knob(Unsupported(([],), "use logit_bias"), None)
     logits_processors: None = knob(Unsupported(([],), "leave it out"), None)
-    structured_outputs: None = knob(Unsupported(({},), "leave it out"), None)
-    guided_json: None = knob(Unsupported((), "leave it out"), None)
-    guided_regex: None = knob(Unsupported((), "leave it out"), None)
-    guided_choice: None = knob(Unsupported((), "leave it out"), None)
-    guided_grammar: None = knob(Unsupported((), "leave it out"), None)
-    response_format: None = knob(Unsupported(({"type": "text"},), "only plain text is produced"), None)
+    # A schema, once it is read; None: any text.
+    response_format: Any = knob(Format(), None, "Whether the answer is any text, any JSON object, or JSON of a schema.")
+    structured_outputs: tuple[str, Any] | None = knob(StructuredOutputs(), None, "What the answer has to look like.")
+    guided_json: Any = knob(CHECKS["json"], None, "The answer is JSON of this schema.")
+    guided_regex: str | None = knob(CHECKS["regex"], None, "The answer matches this regular expression.")
+    guided_choice: tuple[str, ...] | None = knob(CHECKS["choice"], None, "The answer is one of these texts.")
+    guided_grammar: str | None = knob(CHECKS["grammar"], None, "The answer follows this grammar: Lark or GBNF.")
 
     def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options", "stream_options is only allowed when stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs", "prompt_logprobs cannot be streamed; leave out stream")
+        if self.bound_by is not None and self.ignore_eos:
+            field = self.bound_by.where
+            raise bad_request("ignore_eos", f"ignore_eos cannot be had together with {field}, which says where to end")
         self._check_beams()
+
+    @property
+    def bound_by(self) -> Wanted | None:
+        """What the answer has to look like. Raises ApiError where two fields say it."""
+        guided = [(f"guided_{name}", name, getattr(self, f"guided_{name}")) for name in CHECKS if name != "json_object"]
+        given = [("response_format", "json", self.response_format), *guided]
+        if self.structured_outputs is not None:
+            given.append(("structured_outputs", *self.structured_outputs))
+        return bound_by(given)
 
     def _check_beams(self) -> None:
         if self.use_beam_search is False and self.beam_width is not None:
@@ -323,14 +348,29 @@ class ChatRequest(Choosing):
         Tree(4096, "object"), None, "Variables for the model's chat template."
     )
     chat_template: None = knob(Unsupported((), "only the model's own template is used"), None)
-    tool_choice: None = knob(Unsupported(("none",), "calls of tools are not parsed"), None)
-    tools: None = knob(Unsupported(([],), "calls of tools are not parsed"), None)
-    functions: None = knob(Unsupported(([],), "calls of functions are not parsed"), None)
+    tools: tuple[Tool, ...] = knob(
+        Many(ToolCheck(), MOST_TOOLS), (), "Functions that the model may call.", limit="max_tools"
+    )
+    tool_choice: ToolChoice | None = knob(
+        ToolChoiceCheck(), None, "Whether the answer may call, may not, has to, or has to call this one."
+    )
+    parallel_tool_calls: bool = knob(Flag(), True, "Several calls in one answer, where it has to call.")
+    functions: None = knob(Unsupported(([],), "use tools"), None)
+    function_call: None = knob(Unsupported(("none",), "use tool_choice"), None)
     modalities: None = knob(Unsupported((["text"],), "only text is produced"), None)
     audio: None = knob(Unsupported((), "only text is produced"), None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        toolbox = self.toolbox
+        if self.bound_by is not None and toolbox.may_be_called and not toolbox.must_be_called:
+            where = self.bound_by.where
+            raise bad_request(
+                where, f'{where} leaves no room for calls of tools; give tool_choice "none" or "required"'
+            )
+        if toolbox.must_be_called and (self.beams is not None or self.ignore_eos):
+            field = "ignore_eos" if self.ignore_eos else "tool_choice"
+            raise bad_request(field, f"{field} cannot be had: an answer that has to be a call follows a grammar")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs wants logprobs: true")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -339,6 +379,11 @@ class ChatRequest(Choosing):
             raise bad_request(
                 "continue_final_message", "continue_final_message and add_generation_prompt exclude each other"
             )
+
+    @property
+    def toolbox(self) -> Toolbox:
+        """Raises ApiError."""
+        return Toolbox.of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 @dataclass(frozen=True, kw_only=True)

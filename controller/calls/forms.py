@@ -71,7 +71,7 @@ def grammar_of(form: Form, functions: Sequence[Function], is_parallel: bool) -> 
     rules = []
     for i, function in enumerate(functions):
         head = f'{{"name": {json.dumps(function.name)}, "{form.arguments}": '
-        schema = json.dumps(_with_spaces(function.parameters))
+        schema = json.dumps(spaced(function.parameters))
         rules.append(f"call_{i}: {json.dumps(head)} %json {schema} {json.dumps('}')}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(functions))))
     more = f" ({json.dumps(form.between)} {{}})*" if is_parallel else ""
@@ -85,7 +85,12 @@ def grammar_of(form: Form, functions: Sequence[Function], is_parallel: bool) -> 
     return "\n".join([f"start: {start}", *rules])
 
 
-def _with_spaces(schema: Any) -> Any:
-    """The layout of `json.dumps`: models were taught with it, and free white space would let them write on for ever."""
+def spaced(schema: Any) -> Any:
+    """The schema with the layout of `json.dumps`.
+
+    Models were taught with it, and free white space would let them write on for ever.
+    """
     layout = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**(schema if isinstance(schema, dict) and schema else {"type": "object"}), "x-guidance": layout}
+    if not isinstance(schema, dict):
+        return schema
+    return {**(schema or {"type": "object"}), "x-guidance": layout}
