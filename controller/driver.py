@@ -22,6 +22,7 @@ from kilburn.controller.core.events import (
     Arrived,
     Cancel,
     Effect,
+    Emit,
     Event,
     Left,
     Names,
@@ -163,7 +164,10 @@ class Driver:
             self._perform(effect, now)
 
     def _perform(self, effect: Effect, now: float) -> None:
-        if type(effect) is Send:
+        if type(effect) is Emit:  # of all effects but a few
+            self.onlookers.tell(self.chronicle.note, effect, now)
+            self.streams.perform(effect, now)
+        elif type(effect) is Send:
             self.send(effect.peer, effect.message)
             if self.tracing is not None and type(effect.message) is StepPlan:
                 self.onlookers.tell(self.tracing.sent, effect.message, now)

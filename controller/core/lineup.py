@@ -10,6 +10,7 @@ go of it.
 
 from bisect import insort
 from collections import Counter
+from itertools import takewhile
 
 from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.block_table import BlockTable
@@ -62,7 +63,8 @@ class Lineup:
 
     @property
     def all_pins(self) -> list[PinGroup]:
-        return [group for group in (*self.pinned, *self.running, *self.waiting) if isinstance(group, PinGroup)]
+        running = takewhile(lambda group: isinstance(group, PinGroup), self.running)  # their place is before all others
+        return [group for group in (*self.pinned, *running, *self.waiting.pins) if isinstance(group, PinGroup)]
 
     @property
     def requests(self) -> list[Group]:
