@@ -189,6 +189,56 @@ def test_draws_follow_the_distribution(sampling: Sampling, by: str) -> None:
     assert statistic < limit
 
 
+BORDERS = [
+    # a sampling, and one that must choose alike whatever the logits
+    (Sampling(temperature=1e-8), Sampling(temperature=0.0)),
+    (Sampling(temperature=9.9e-6, top_p=0.5), Sampling(temperature=0.0)),
+    (Sampling(top_p=0.0), Sampling(temperature=0.0)),
+    (Sampling(top_p=1e-9), Sampling(temperature=0.0)),
+    (Sampling(top_k=1), Sampling(temperature=0.0)),
+    (Sampling(min_p=1.0), Sampling(temperature=0.0)),
+    (Sampling(top_p=1.0, min_p=0.0), Sampling()),
+    (Sampling(top_k=90), Sampling()),
+    (Sampling(top_k=2**31 - 1), Sampling()),
+    (Sampling(presence_penalty=-0.0, frequency_penalty=0.0, repetition_penalty=1.0), Sampling()),
+    (Sampling(min_tokens=5, stop_ids=()), Sampling()),
+    (Sampling(stop_ids=(3,), min_tokens=0), Sampling()),
+]
+
+
+@pytest.mark.parametrize(("sampling", "like"), BORDERS)
+def test_knobs_at_their_borders_choose_as_without_them(sampling: Sampling, like: Sampling) -> None:
+    cases = [Case(i, 90, replace(sampling, seed=i)) for i in range(60)]
+    twins = [Case(i, 90, replace(like, seed=i)) for i in range(60)]
+    assert chosen_by(cases).tokens.tolist() == chosen_by(twins).tokens.tolist()
+    assert len(set(chosen_by(twins).tokens.tolist())) > 5
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 2e-5, 1e-3, 2.0])
+def test_the_least_temperature_that_is_no_greedy_one_overflows_nothing(temperature: float) -> None:
+    cases = [Case(i, 90, Sampling(temperature=temperature, seed=i)) for i in range(60)]
+    for case in cases:
+        case.logits *= 1e4
+    result = chosen_by(cases)
+    assert result.failed == {}
+    if temperature < 1e-2:
+        assert result.tokens.tolist() == [int(case.logits.argmax()) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=100.0),
+        Sampling(presence_penalty=-2.0, frequency_penalty=-2.0, repetition_penalty=1e-3),
+        Sampling(temperature=2.0, top_k=2, top_p=1e-6, min_p=1.0, repetition_penalty=1e-3),
+        Sampling(temperature=0.0, frequency_penalty=-2.0, logit_bias=((4, 100.0), (5, -100.0))),
+    ],
+)
+def test_penalties_at_their_borders_are_those_of_the_twin(sampling: Sampling) -> None:
+    cases = [Case(i, 90, replace(sampling, seed=i)) for i in range(60)]
+    assert chosen_by(cases).tokens.tolist() == [case.expected() for case in cases]
+
+
 # --- what is reported
 
 
