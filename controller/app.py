@@ -23,6 +23,7 @@ from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
 from kilburn.controller.calls.forms import FORMS
 from kilburn.controller.core.engine import Engine
+from kilburn.controller.core.events import Disturbed
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.driver import Driver, drain
@@ -175,7 +176,9 @@ async def running_controller(
     limits = (settings.max_prefixes, settings.progress_seconds, settings.log_text)
     driver = Driver(Engine(engine_settings(settings)), registry, text, salts, *limits)
     driver.tracing = _tell_stories(settings, driver, text, exporter)
-    link = ControllerLink(settings.bind, driver.deliver, keys=_curve_keys(settings))
+    link = ControllerLink(
+        settings.bind, driver.deliver, on_disturbed=lambda: driver.post(Disturbed()), keys=_curve_keys(settings)
+    )
     driver.send = link.send
     service = Service(
         asking=_asking(settings, text, driver, salts),
@@ -188,6 +191,8 @@ async def running_controller(
         created=int(time.time()),
         max_len=driver.max_len,
         health=driver.health,
+        snapshot=driver.engine.snapshot,
+        retire=driver.retire,
         limits={name: getattr(settings, name) for name in LIMITS},
     )
     app = application(service, keyring, settings.max_body)

@@ -38,6 +38,7 @@ class Counts:
         self.decode_s = Histogram(SPANS_S)
         self.inference_s = Histogram(SPANS_S)  # prefill and decode
         self.end_to_end_s = Histogram(SPANS_S)
+        self.pause_s = Histogram(SPANS_S)  # of displaced requests, until their next token
         self.prompt_lengths = Histogram(LENGTHS)
         self.answer_lengths = Histogram(LENGTHS)  # of requests, all their sequences together
         self.longest_lengths = Histogram(LENGTHS)  # of their longest sequences
@@ -51,7 +52,7 @@ class Counts:
 class Pace:
     """When what happened to one request, on the clock of the loop."""
 
-    __slots__ = ("_asked_at", "_counts", "_first_at", "_heard_at", "_num_tokens", "_started_at")
+    __slots__ = ("_asked_at", "_counts", "_displaced_at", "_first_at", "_heard_at", "_num_tokens", "_started_at")
 
     def __init__(self, counts: Counts, num_sequences: int, max_tokens: int, now: float) -> None:
         counts.widths.observe(num_sequences)
@@ -59,6 +60,7 @@ class Pace:
         self._counts = counts
         self._asked_at = self._started_at = now
         self._first_at = -1.0  # of any sequence; negative: not yet
+        self._displaced_at = -1.0  # the first time since its newest token; negative: it was not
         self._heard_at = [-1.0] * num_sequences  # each one's newest token
         self._num_tokens = [0] * num_sequences
 
@@ -75,12 +77,22 @@ class Pace:
         counts = self._counts
         counts.output_tokens += 1
         self._num_tokens[index] += 1
+        if self._displaced_at >= 0.0:
+            self._returned(now)
         before = self._heard_at[index]
         self._heard_at[index] = now
         if before >= 0.0:
             counts.inter_token_s.observe(now - before)
         elif self._first_at < 0.0:
             self._first(now)
+
+    def displaced(self, now: float) -> None:
+        if self._displaced_at < 0.0:
+            self._displaced_at = now
+
+    def _returned(self, now: float) -> None:
+        self._counts.pause_s.observe(now - self._displaced_at)
+        self._displaced_at = -1.0
 
     def _first(self, now: float) -> None:
         self._first_at = now
@@ -91,6 +103,8 @@ class Pace:
         """A sequence came at once, as those of a beam search do."""
         self._counts.output_tokens += num_tokens
         self._num_tokens[index] = num_tokens
+        if self._displaced_at >= 0.0:
+            self._returned(now)
         if self._first_at < 0.0:
             self._first(now)
 

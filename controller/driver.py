@@ -31,10 +31,12 @@ from kilburn.controller.core.events import (
     NotPinned,
     Pinned,
     Refused,
+    Retire,
     Send,
     Shutdown,
     Submit,
     Tick,
+    Turn,
     Turned,
 )
 from kilburn.controller.core.limits import Limit, Patience, gave_up_waiting
@@ -91,6 +93,7 @@ class Driver:
         self._peers: dict[int, bytes] = {}  # by process id, for those who watch processes
         self._broken_at = -REPEATED_S
         self._has_workers = asyncio.Event()
+        self.retired: set[str] = set()  # worker groups that were told to leave
         self.noted = Noted()
         self._num_wanting = 0  # requests that wait to know how long they may be
         self._is_draining = False
@@ -126,10 +129,16 @@ class Driver:
 
     def _note_hello(self, peer: bytes, hello: Hello) -> None:
         self.vocab_size, self.model_digest = hello.vocab_size, hello.model_digest
+        self.retired.discard(hello.name)
         self._peers.pop(hello.pid, None)
         self._peers[hello.pid] = peer
         if len(self._peers) > MOST_PEERS:
             del self._peers[next(iter(self._peers))]
+
+    def retire(self, group: str) -> None:
+        """Have a worker group leave. It is missed by nobody until its worker says Hello again."""
+        self.retired.add(group)
+        self.post(Retire(group))
 
     def worker_ended(self, pid: int, reason: str) -> None:
         peer = self._peers.pop(pid, None)
@@ -184,6 +193,8 @@ class Driver:
         elif type(effect) is Refused and self.names.perform(effect):
             pass
         elif type(effect) is Turned:
+            if effect.turn is Turn.DISPLACED:
+                self.streams.displaced(effect.request_id, now)
             self.onlookers.tell(self.chronicle.note, effect, now)
         else:
             self.onlookers.tell(self.chronicle.note, effect, now)

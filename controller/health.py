@@ -43,6 +43,8 @@ def _unhealthy(snapshot: Snapshot, now: float, progress_s: float) -> str | None:
         return "shutting down"
     if not snapshot.groups:
         return "ranks of a worker are missing" if snapshot.waiting_ranks else "no worker is ready"
+    if all(group.is_leaving for group in snapshot.groups) and not snapshot.requests:
+        return "the workers were told to leave"
     heard = [group for group in snapshot.groups if group.state is LeaseState.READY]
     if not heard:
         return "the workers are silent"
@@ -56,6 +58,8 @@ def _is_stuck(group: GroupSnapshot, now: float, progress_s: float) -> bool:
 
 
 def _unready(snapshot: Snapshot, max_waiting: int, max_waiting_tokens: int) -> str | None:
+    if all(group.is_leaving for group in snapshot.groups):
+        return "the workers were told to leave"
     if snapshot.waiting_requests >= max_waiting or 0 < max_waiting_tokens <= snapshot.waiting_tokens:
         return "the queue is full"
     return None

@@ -8,6 +8,9 @@ Reject. Only a known peer can have an effect on the core. What strangers send is
 a message of some lease with Gone (its sender outlived a controller), a Hello in another version of the protocol with a
 Reject in that version, a Hello too many with Reject.
 
+When any connection ends the socket's monitor says so, but not whose it was; `on_disturbed` has the core send to each,
+and what cannot be sent tells. So a process that ends is missed within milliseconds, wherever it ran.
+
 Losses are events (`Left`), delivered in a later turn, once. A frame that cannot be queued at once is a loss: the marks
 are far above what a peer that reads can leave unread. ZeroMQ queues fairly between peers and reads no more than a mark
 ahead, and a turn takes a bounded number of frames, so that neither a flood nor a slow reader stops the others.
@@ -38,6 +41,7 @@ from kilburn.shared.types import ProtocolError
 
 _STRANGER_BYTES = 64 << 10  # a Hello is far smaller
 _MAX_IDENTITY_BYTES = 128
+_LEARNS_S = 0.01
 _NO_LEASE = "no lease here for this peer: say Hello"
 
 
@@ -75,13 +79,14 @@ class ControllerLink:
         endpoint: str,
         deliver: Callable[[list[Arrived | Left]], None],
         *,
+        on_disturbed: Callable[[], None] = lambda: None,
         keys: ControllerKeys | None = None,
         limits: LinkLimits | None = None,
     ) -> None:
         """Raises SettingError for an endpoint that may not be bound. `deliver` runs on the loop of `start`."""
         self.endpoint = checked_endpoint(endpoint, keys is not None, "--bind")
         self.counters = LinkCounters()
-        self._deliver = deliver
+        self._deliver, self._on_disturbed = deliver, on_disturbed
         self._keys = keys
         self._limits = limits or LinkLimits()
         self._known: set[bytes] = set()
@@ -92,6 +97,8 @@ class ControllerLink:
         self._allow_list: AllowList | None = None
         self._watch: LinkWatch | None = None
         self._fd: int | None = None
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._asking: asyncio.TimerHandle | None = None  # a connection ended
 
     @property
     def peers(self) -> int:
@@ -122,6 +129,9 @@ class ControllerLink:
             os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # connecting takes the right to write
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._look)
+        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._overhear)
+        self._overhear()  # its descriptor is signalled on changes from here on
         self._book()
 
     def _set_options(self, socket: "zmq.Socket[bytes]") -> None:
@@ -148,6 +158,12 @@ class ControllerLink:
     async def close(self) -> None:
         """Idempotent. What is still queued is dropped."""
         socket, self._socket = self._socket, None
+        if self._asking is not None:
+            self._asking.cancel()
+        if socket is not None and self._monitor is not None:
+            self._loop.remove_reader(int(self._monitor.getsockopt(zmq.FD)))
+            socket.disable_monitor()
+            self._monitor.close(linger=0)
         if socket is not None:
             if self._fd is not None:
                 self._loop.remove_reader(self._fd)
@@ -191,6 +207,22 @@ class ControllerLink:
         return None
 
     # --- inwards
+
+    def _overhear(self) -> None:
+        """A connection ended. Asked a little later: the socket learns of it after its monitor."""
+        has_ended = False
+        while self._monitor is not None and not self._monitor.closed:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            has_ended = True
+        if has_ended and self._known and self._asking is None:
+            self._asking = self._loop.call_later(_LEARNS_S, self._ask)
+
+    def _ask(self) -> None:
+        self._asking = None
+        self._on_disturbed()
 
     def _book(self) -> None:
         if not self._is_booked:

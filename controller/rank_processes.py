@@ -23,7 +23,7 @@ def rank_commands(worker: WorkerSettings) -> list[list[str]]:
     """One for each rank, in their order; `worker` has a name. CPU threads are divided among them."""
     if worker.tp == 1:
         return [_command(worker)]
-    worker = replace(worker, threads=threads_for(worker.threads, worker.tp))
+    worker = replace(worker, threads=threads_for(worker.threads, worker.tp * worker.sharers))
     return [_command(replace(worker, rank=rank)) for rank in range(worker.tp)]
 
 

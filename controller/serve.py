@@ -7,6 +7,9 @@
 The worker ends with this process whatever happens to it: by SIGTERM in good order, by the kernel (exit_with_parent) if
 this process is killed. A worker that dies is started again, and the engine is told at once: no waiting for silence.
 With --tp N the worker is N processes, each of which is looked after by itself.
+
+With --groups N there are N workers, each with the whole model, looked after one by one: threads and memory, given or
+found, are divided among them. One that was told to leave (POST /admin/groups/{name}/drain) is not replaced.
 """
 
 import asyncio
@@ -16,12 +19,14 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 from kilburn.controller.app import Running, run_controller
 from kilburn.controller.prepared import prepared_folder, public_name
 from kilburn.controller.rank_processes import rank_commands
 from kilburn.controller.supervise import Supervisor, WorkerFailed
 from kilburn.shared.config import ControllerSettings, ServeSettings, WorkerSettings, narrowed
+from kilburn.shared.kinds import Share
 from kilburn.shared.model_shape import read_shape
 
 WORKER_GRACE_S = 10.0
@@ -58,9 +63,23 @@ def curl_line(address: str, model_name: str, needs_key: bool) -> str:
     return f"curl -s {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
 
 
-def worker_settings(settings: ServeSettings, endpoint: str) -> WorkerSettings:
-    worker = narrowed(settings, WorkerSettings)
-    return replace(worker, connect=settings.connect or endpoint, name=settings.name or "worker-0")
+def worker_name(settings: ServeSettings, number: int) -> str:
+    return settings.name if settings.name and settings.groups == 1 else f"{settings.name or 'worker'}-{number}"
+
+
+def worker_settings(settings: ServeSettings, endpoint: str, number: int = 0) -> WorkerSettings:
+    """Of one of the workers: its share of what was given."""
+    n, pool = settings.groups, settings.host_pool
+    return replace(
+        narrowed(settings, WorkerSettings),
+        connect=settings.connect or endpoint,
+        name=worker_name(settings, number),
+        sharers=settings.sharers * n,
+        threads=max(settings.threads // n, 1) if settings.threads else 0,
+        kv_memory=settings.kv_memory // n,
+        num_blocks=max(settings.num_blocks // n, 1) if settings.num_blocks else 0,
+        host_pool=Share(pool.fraction / n) if isinstance(pool, Share) else pool // n,
+    )
 
 
 class Serving:
@@ -69,6 +88,7 @@ class Serving:
     def __init__(self, settings: ServeSettings, phases: Phases) -> None:
         self._settings, self._phases = settings, phases
         self._supervisors: list[Supervisor] = []
+        self._given_up: set[str] = set()  # workers that cannot be kept alive
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -95,25 +115,34 @@ class Serving:
         return self._settings.bind or "tcp://127.0.0.1:0"
 
     def _start(self, running: Running) -> None:
-        """REST and ROUTER are bound: the worker may come."""
+        """REST and ROUTER are bound: the workers may come."""
         self._phases.done("controller", f"{running.http_address}, pid {os.getpid()}")
-        for command in rank_commands(worker_settings(self._settings, running.endpoint)):
+        for number in range(self._settings.groups):
+            self._start_worker(worker_settings(self._settings, running.endpoint, number), running)
+        self._tasks.append(asyncio.create_task(self._announce(running)))
+
+    def _start_worker(self, worker: WorkerSettings, running: Running) -> None:
+        """A process and a supervisor for each of its ranks."""
+        for command in rank_commands(worker):
             supervisor = Supervisor(
                 command,
                 os.environ,
                 on_end=running.worker_ended,
                 say=self._phases.note,
                 # A worker that was drained leaves by itself, and shall not be replaced.
-                is_wanted=lambda: not running.driver.engine.snapshot().is_closing,
+                is_wanted=partial(_is_wanted, running, worker.name),
             )
             self._supervisors.append(supervisor)
-            self._tasks.append(asyncio.create_task(self._supervise(supervisor, running)))
-        self._tasks.append(asyncio.create_task(self._announce(running)))
+            self._tasks.append(asyncio.create_task(self._supervise(supervisor, worker.name, running)))
 
-    async def _supervise(self, supervisor: Supervisor, running: Running) -> None:
+    async def _supervise(self, supervisor: Supervisor, name: str, running: Running) -> None:
         try:
             await supervisor.run()
         except WorkerFailed as error:
+            self._given_up.add(name)
+            if len(self._given_up) < self._settings.groups:
+                self._phases.note(f"{error}; going on without it")
+                return
             running.driver.streams.cut_short("no worker can be kept alive, and the server stops")
             await asyncio.sleep(LAST_ANSWERS_S)
             if not self._failed.done():  # several ranks may fail alike
@@ -129,12 +158,16 @@ class Serving:
         """The first time that tokens can be produced."""
         while not running.is_ready():
             await asyncio.sleep(READY_POLL_S)
-        pids = ", ".join(str(supervisor.pid) for supervisor in self._supervisors)
-        self._phases.done("worker", f"loaded and warm, pid {pids}")
+        pids = [str(group.pid) for group in running.driver.engine.snapshot().groups]
+        self._phases.done("worker", f"loaded and warm, pid {', '.join(pids)}")
         needs_key = bool(self._settings.api_key_file or os.environ.get("KILBURN_API_KEYS"))
         print(f"\n{running.model_name} is ready after {self._phases.total_s:.1f} s. Try:\n")
         print(f"  {curl_line(running.http_address, running.model_name, needs_key)}\n")
         print("Ctrl-C stops controller and worker.", flush=True)
+
+
+def _is_wanted(running: Running, name: str) -> bool:
+    return not running.driver.engine.snapshot().is_closing and name not in running.driver.retired
 
 
 def run_serve(settings: ServeSettings) -> int:

@@ -202,6 +202,12 @@ class Streams:
             raise
         return answer
 
+    def displaced(self, request_id: int, now: float) -> None:
+        """Its worker group is gone, or leaves. The client is to notice no more than a pause."""
+        request = self._open.get(request_id)
+        if request is not None:
+            request.pace.displaced(now)
+
     def turn_ended(self) -> None:
         """The engine has handled every event posted so far."""
         for heard in self._unheard:

@@ -158,9 +158,11 @@ class ControllerSettings(Settings):
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )
     depth: int = setting(2, Count(1, 8), "plans under way at once; 1 waits for each result")
-    beat_seconds: float = setting(1.0, Duration(0.01, 60.0), "how often each side says that it is there")
-    silence_seconds: float = setting(10.0, Duration(0.05, 600.0), "a worker silent for so long has lost its lease")
-    step_seconds: float = setting(120.0, Duration(0.1, 3600.0), "a step unanswered for so long ends the lease")
+    beat_seconds: float = setting(0.5, Duration(0.01, 60.0), "how often each side says that it is there")
+    silence_seconds: float = setting(5.0, Duration(0.05, 600.0), "a worker silent for so long has lost its lease")
+    step_seconds: float = setting(
+        60.0, Duration(0.1, 3600.0), "a step unanswered for so long, and for 10 times its prediction, ends the lease"
+    )
     progress_seconds: float = setting(
         15.0, Duration(0.05, 3600.0), "work without progress for so long turns /health 503"
     )
@@ -212,6 +214,9 @@ class WorkerSettings(Settings):
         "of 8-bit KV; static: one a layer and head, measured at load; block: one a row, kept in its block",
     )
     threads: int = setting(0, Count(0, 1024), "CPU threads of the model; 0: as many as there are cores")
+    sharers: int = setting(
+        1, Count(1, 1024), "workers that share this device's spare memory and these cores, this one included"
+    )
     block_size: int = setting(16, Count(1, 256), "token positions in one block of KV")
     kv_memory: int = setting(0, Size(), "memory of the KV pool; 0: what the device can spare")
     num_blocks: int = setting(0, Count(0, 2**31 - 1), "blocks of the KV pool, in place of kv_memory; 0: by memory")
@@ -258,6 +263,9 @@ class WorkerSettings(Settings):
 class ServeSettings(WorkerSettings, ControllerSettings):
     """Both, on one machine."""
 
+    groups: int = setting(
+        1, Count(1, 64), "workers, each with the whole model; threads and memory are divided among them"
+    )
     bind: str = setting("", Text("ENDPOINT"), "where the worker connects; empty: a free port of loopback")
     connect: str = setting("", Text("ENDPOINT"), "as the worker sees `bind`; empty: the same")
 

@@ -57,7 +57,7 @@ def serve(settings: WorkerSettings, stop: threading.Event) -> int:
     link = WorkerLink(settings.connect, settings.name, keys=keys_of(settings))
     try:
         # The libraries below torch read their thread counts when they load.
-        threads = threads_for(settings.threads)
+        threads = threads_for(settings.threads, settings.sharers)
         os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = str(threads)
         # Threads that wait by spinning take the core from the one that they wait for wherever something else runs too:
         # a step of the bundled model on two busy cores took 0.8 s so, and takes 0.08 s asleep.

@@ -260,13 +260,13 @@ def pool_sizes(
         layout,
         num_blocks=settings.num_blocks,
         kv_memory=settings.kv_memory,
-        spare=spare_bytes(device) // (1 if has_own_memory(device) else settings.tp),
+        spare=spare_bytes(device) // settings.sharers // (1 if has_own_memory(device) else settings.tp),
         share=OWN_SHARE if has_own_memory(device) else SHARED_SHARE,
         workspace=workspace,
         wanted=blocks_wanted(limits.max_rows, limits.max_len, layout.block_size),
     )
     # Of the host's memory each rank takes its share, as if all of them were here.
-    host_spare = spare_host_bytes() // settings.tp
+    host_spare = spare_host_bytes() // settings.sharers // settings.tp
     host_spare -= 0 if has_own_memory(device) else num_blocks * layout.bytes_per_block
     return num_blocks, host_blocks(layout, settings.host_pool, host_spare, total_host_bytes() // settings.tp)
 

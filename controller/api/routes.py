@@ -15,6 +15,7 @@ from kilburn.controller.api.answering import REQUEST_ID, Answering
 from kilburn.controller.api.anthropic_routes import AnthropicRoutes
 from kilburn.controller.api.asking import completion_asks
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error
+from kilburn.controller.api.groups import GroupRoutes
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Shown, to_json
 from kilburn.controller.api.malformed import SERVER_NAME
@@ -161,7 +162,7 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
     routes = Routes(service)
     anthropic = AnthropicRoutes(service)
     responses = ResponsesRoutes(service)
-    prefixes = PrefixRoutes(service)
+    groups, prefixes = GroupRoutes(service), PrefixRoutes(service)
     page = PageRoutes(service.feed)
     table: list[tuple[str, str, Handler, Access]] = [
         ("POST", "/v1/completions", routes.completions, Access.TENANT),
@@ -183,6 +184,8 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("GET", "/docs", routes.docs, Access.OPEN),
         ("GET", "/metrics", routes.metrics, Access.METRICS),
         ("GET", "/debug/requests/{id}", routes.debug_request, Access.ADMIN),
+        ("GET", "/admin/groups", groups.listed, Access.ADMIN),
+        ("POST", "/admin/groups/{name}/drain", groups.drain, Access.ADMIN),
         ("GET", "/health", routes.health, Access.OPEN),
         ("GET", "/ready", routes.ready, Access.OPEN),
         ("GET", "/live", routes.live, Access.OPEN),

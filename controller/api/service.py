@@ -11,6 +11,7 @@ from aiohttp import web
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.checks import Limits, read_as, read_json, unknown_fields
 from kilburn.controller.api.errors import ApiError
+from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.health import Health
 from kilburn.controller.metrics import Metrics
 from kilburn.controller.named import NamedPrefixes
@@ -38,6 +39,8 @@ class Service:
     created: int  # when this service began, in seconds
     max_len: Callable[[], int | None]
     health: Callable[[], Health]
+    snapshot: Callable[[], Snapshot]
+    retire: Callable[[str], None]  # have a worker group leave
     limits: Limits
 
     @property

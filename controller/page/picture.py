@@ -128,7 +128,7 @@ def _worker(group: GroupSnapshot, now: float) -> dict[str, Any]:
         "name": group.name,
         "lease": group.lease,
         "ranks": group.ranks,
-        "state": group.state.value,
+        "state": "leaving" if group.is_leaving else group.state.value,
         "heard_s": round(max(now - group.heard_at, 0.0), 2),
         "beats": group.beats_heard,
         "steps": group.steps,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kilburn.controller.core.engine import Engine
-from kilburn.controller.core.events import Arrived, Event, Shutdown, Submit, Tick
+from kilburn.controller.core.events import Arrived, Event, Retire, Shutdown, Submit, Tick
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.health import judged
 from kilburn.controller.simulate.fake_daemon import fake_hello
@@ -20,6 +20,7 @@ NARROW = Arrived(b"w", fake_hello(vocab_size=330, max_rows=1))
 OTHER = Arrived(b"v", fake_hello("other", vocab_size=330))
 BEAT = Arrived(b"w", Beat(1, 0))
 OK = (None, None, None)
+LEAVING = "the workers were told to leave"
 NO_WORKER, SILENT, STUCK = "no worker is ready", "the workers are silent", "work has made no progress for 2 s"
 
 # What happens, by time in seconds; then, asked at the time given: why not live, healthy, ready. Silence: 10 s.
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[dict[float, list[Event]], float, tuple[str | None, str | 
     "silent for half of what is allowed": ({0: [HELLO], 5: [Tick()]}, 5, (None, SILENT, SILENT)),
     "heard again": ({0: [HELLO], 5: [Tick()], 6: [BEAT]}, 6, OK),
     "silent for too long": ({0: [HELLO], 5: [Tick()], 10: [Tick()]}, 10, (None, NO_WORKER, NO_WORKER)),
+    "the only one is to leave": ({0: [HELLO], 1: [WORK], 2: [Retire("fake")]}, 2, (None, None, LEAVING)),
+    "the only one has nothing to do and leaves": ({0: [HELLO], 1: [Retire("fake")]}, 2, (None, LEAVING, LEAVING)),
+    "one of two is to leave": ({0: [HELLO, OTHER], 1: [Retire("fake")]}, 2, OK),
     "shutting down": ({0: [HELLO, Shutdown()]}, 0, (None, "shutting down", "shutting down")),
     "as many wait as may": ({0: [NARROW], 1: [WORK], 2: [Submit(i, [5], 9, Sampling()) for i in (2, 3)]}, 2, (
         None, None, "the queue is full")),

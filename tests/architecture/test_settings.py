@@ -83,7 +83,7 @@ def test_every_fault_is_reported_at_once_in_the_form_that_the_user_wrote(tmp_pat
 def test_faults_of_two_settings_together_name_the_one_to_change() -> None:
     found = problems(WorkerSettings, ["--num-blocks", "9"], {"KILBURN_MODEL": "m", "KILBURN_KV_MEMORY": "1GiB"})
     assert found == ["--num-blocks: the pool's size is given twice; leave out num_blocks or kv_memory"]
-    found = problems(ServeSettings, ["m"], {"KILBURN_MAX_ROWS": "600", "KILBURN_SILENCE_SECONDS": "1s"}, "model")
+    found = problems(ServeSettings, ["m"], {"KILBURN_MAX_ROWS": "600", "KILBURN_SILENCE_SECONDS": "0.5s"}, "model")
     assert [line.split(":")[0] for line in found] == ["KILBURN_SILENCE_SECONDS", "--max-step-tokens"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from kilburn.controller.core.events import Arrived, Left
-from kilburn.controller.link import LinkLimits
+from kilburn.controller.link import ControllerLink, LinkLimits
 from kilburn.shared import messages as m
 from kilburn.shared.codec import decode_from_controller, encode
 from kilburn.shared.keys import SettingError
@@ -192,6 +192,32 @@ def test_a_peer_that_is_gone_is_left_once() -> None:
             await asyncio.sleep(0.05)
             assert [left.peer for left in side.lefts] == [peer]
             assert side.link.peers == 0
+
+    run(act)
+
+
+def test_when_a_connection_ends_the_core_is_told_to_ask_everybody_and_finds_whose_it_was() -> None:
+    """Without that nobody would know before the next Beat."""
+
+    async def act() -> None:
+        lefts: list[Left] = []
+        link = ControllerLink(
+            "tcp://127.0.0.1:0",
+            lambda events: lefts.extend(event for event in events if isinstance(event, Left)),
+            on_disturbed=lambda: [link.send(peer, m.Beat(1, 0)) for peer in (b"here.1", b"gone.1")],
+        )
+        await link.start()
+        try:
+            with stranger(link.endpoint, b"here.1") as here:
+                with stranger(link.endpoint, b"gone.1") as gone:
+                    for socket in (here, gone):
+                        socket.send(hello_frame())
+                    await until(lambda: link.peers == 2)
+                await until(lambda: bool(lefts))
+                assert [left.peer for left in lefts] == [b"gone.1"]
+                assert decode_from_controller(here.recv()) == m.Beat(1, 0)
+        finally:
+            await link.close()
 
     run(act)
 
