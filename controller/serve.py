@@ -158,8 +158,8 @@ class Serving:
         """The first time that tokens can be produced."""
         while not running.is_ready():
             await asyncio.sleep(READY_POLL_S)
-        pids = [str(group.pid) for group in running.driver.engine.snapshot().groups]
-        self._phases.done("worker", f"loaded and warm, pid {', '.join(pids)}")
+        pids = ", ".join(str(supervisor.pid) for supervisor in self._supervisors)
+        self._phases.done("worker", f"loaded and warm, pid {pids}")
         needs_key = bool(self._settings.api_key_file or os.environ.get("KILBURN_API_KEYS"))
         print(f"\n{running.model_name} is ready after {self._phases.total_s:.1f} s. Try:\n")
         print(f"  {curl_line(running.http_address, running.model_name, needs_key)}\n")

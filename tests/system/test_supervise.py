@@ -5,11 +5,16 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kilburn.controller.serve import worker_settings
 from kilburn.controller.supervise import Patience, Supervisor, WorkerFailed, why
+from kilburn.shared.config import ServeSettings
+from kilburn.shared.kinds import Share
+from kilburn.shared.threads import threads_for
 
 FOREVER = "import time, pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
@@ -120,3 +125,17 @@ def test_stop_while_a_process_is_being_made_leaves_none_behind(tmp_path: Path) -
         assert world.supervisor.pid is None
 
     asyncio.run(play())
+
+
+def test_several_workers_divide_what_was_given() -> None:
+    given = ServeSettings(model="m", groups=3, threads=7, num_blocks=100, host_pool=Share(0.3))
+    found = [worker_settings(given, "tcp://127.0.0.1:1", number) for number in range(3)]
+    assert [worker.name for worker in found] == ["worker-0", "worker-1", "worker-2"]
+    for worker in found:
+        assert (worker.threads, worker.num_blocks, worker.sharers) == (2, 33, 3)
+        assert worker.host_pool == Share(pytest.approx(0.1))
+    large = worker_settings(replace(given, num_blocks=0, kv_memory=900, host_pool=90, threads=0), "tcp://x:1", 1)
+    assert (large.kv_memory, large.host_pool, large.num_blocks, large.threads) == (300, 30, 0, 0)
+    alone = worker_settings(replace(given, groups=1, name="mine"), "tcp://x:1")
+    assert (alone.name, alone.threads, alone.num_blocks, alone.sharers) == ("mine", 7, 100, 1)
+    assert [threads_for(0, sharers) for sharers in (1, 64)] == [threads_for(0), 1]
