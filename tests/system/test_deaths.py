@@ -33,7 +33,6 @@ FLAGS = (
     *("--max-len=128", "--host-pool=4MiB", "--exit-with-parent", "--log-level=error"),
 )
 PATIENCE_S = 120.0
-MOST_PAUSE_S = 20.0  # on a busy machine; a life begins in about a second
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -126,12 +125,12 @@ async def kill(running: Running, folder: Path, undisturbed: list[Any], capsys: p
         assert await all_answers(running) == undisturbed
         deaths = Counter((folder / "deaths").read_text().splitlines())
     num_pauses = await figure(running, "kilburn_displaced_pause_seconds_count")
-    num_short = await figure(running, f'kilburn_displaced_pause_seconds_bucket{{le="{MOST_PAUSE_S}"}}')
+    paused_s = await figure(running, "kilburn_displaced_pause_seconds_sum")
     with capsys.disabled():
         counts = ", ".join(f"{deaths[phase]} {phase}" for phase in PHASES)
-        print(f"\nkills: {counts}; {num_pauses:g} pauses, {num_short:g} of them under {MOST_PAUSE_S:g} s")
+        print(f"\nkills: {counts}; {num_pauses:g} pauses of {paused_s / max(num_pauses, 1):.2f} s on average")
     assert all(deaths[phase] for phase in PHASES), deaths
-    assert 0 < num_short == num_pauses
+    assert num_pauses > 0, "each is bounded by --recovery-seconds: whoever waits longer gets an error, and none did"
     snapshot = running.driver.engine.snapshot()
     assert snapshot.requests_recovered == snapshot.requests_displaced > 0
     assert snapshot.poison_requests == 0
