@@ -106,6 +106,10 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
 
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
     async def close(self) -> None:
         process = self._process
         self.kill()
@@ -121,8 +125,8 @@ class GrammarDoor:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self.cached_bytes = 0
         self._free: asyncio.Queue[_Child] = asyncio.Queue()
-        self._children = [_Child() for _ in range(bounds.num_children)]
-        for child in self._children:
+        self.children = [_Child() for _ in range(bounds.num_children)]
+        for child in self.children:
             self._free.put_nowait(child)
 
     async def grammar(self, wanted: Wanted) -> Grammar:
@@ -169,7 +173,7 @@ class GrammarDoor:
             self.cached_bytes -= oldest.num_bytes
 
     async def close(self) -> None:
-        for child in self._children:
+        for child in self.children:
             await child.close()
 
 

@@ -101,7 +101,7 @@ async def test_hostile_grammars_cost_little_and_leave_the_door_open() -> None:
 async def test_a_child_that_takes_too_long_or_dies_is_replaced() -> None:
     door = GrammarDoor(Bounds(seconds=20.0, num_children=1))
     await door.grammar(Wanted("x", {"kind": "regex", "text": "a"}))
-    (child,) = door._children
+    (child,) = door.children
     first = child._process
     assert first is not None
     first.kill()
@@ -128,7 +128,7 @@ async def test_two_thousand_schemas_leave_memory_as_it_was() -> None:
     async def ask(first: int, end: int) -> list[int]:
         for i in range(first, end):
             await door.grammar(schema({**OBJECT, "properties": {"a": {"type": "string", "pattern": f"^a{i}+$"}}}))
-        children = [child._process.pid for child in door._children if child._process is not None]
+        children = [child.pid for child in door.children if child.pid is not None]
         return [rss_bytes(pid) for pid in (os.getpid(), *children)]
 
     early = await ask(0, 300)
