@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -227,3 +228,25 @@ def test_a_pool_that_cannot_be_had_ends_serve_with_the_setting_to_change(tiny: P
     assert running.process.wait(60) == 1
     assert "--kv-memory" in running.log
     assert running.log.count("--kv-memory") == 1, "tried again although nothing can have changed"
+
+
+def test_answers_of_a_real_worker_follow_their_grammar(service: Service) -> None:
+    """Drawn at random by a model of random weights: only the masks make sense of it."""
+    client = service.client()
+    about = {"model": service.model, "max_tokens": 200, "temperature": 1.5, "seed": 3}
+    picked = client.completions.create(prompt="x", n=4, extra_body={"guided_choice": ["yes", "no"]}, **about)
+    assert {choice.text for choice in picked.choices} <= {"yes", "no"}
+    assert {choice.finish_reason for choice in picked.choices} == {"stop"}
+    code = client.completions.create(
+        prompt="x", extra_body={"structured_outputs": {"regex": "[A-F]{3}-[0-9]+7"}}, **about
+    )
+    assert re.match("[A-F]{3}-[0-9]", code.choices[0].text)
+    flag = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}, "of": {"enum": ["a", "b"]}},
+        "required": ["on", "of"],
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "flag", "schema": flag | {"additionalProperties": False}}}
+    said = client.chat.completions.create(messages=[{"role": "user", "content": "?"}], response_format=wanted, **about)
+    read = json.loads(said.choices[0].message.content)
+    assert (type(read["on"]), read["of"] in ("a", "b"), said.choices[0].finish_reason) == (bool, True, "stop")

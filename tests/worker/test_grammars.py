@@ -11,6 +11,7 @@ import pytest
 
 from kilburn.controller.core.events import Submit
 from kilburn.controller.core.policy import Preemption
+from kilburn.controller.grammar_check import checked
 from kilburn.shared.grammar import Grammar
 from kilburn.shared.messages import Forget, Prepare, Prepared, Unpreparable
 from kilburn.shared.sampling import Draws, Sampling
@@ -201,3 +202,31 @@ def test_many_masks_at_once_are_those_of_each_alone(tokenizer: Path) -> None:
     together = grammars.masks(bounds).allowed
     assert np.array_equal(together, np.concatenate([grammars.masks([one]).allowed for one in bounds]))
     assert together.any(axis=1).all()
+
+
+INSTANCES = [
+    ({"enum": ["yes", "no", 3, None]}, "no"),
+    ({"type": "array", "items": {"type": ["integer", "null"]}, "minItems": 2, "maxItems": 4}, [1, None, -20]),
+    ({"type": "object", "additionalProperties": {"type": "boolean"}}, {"a": True, "b-c": False}),
+    ({"anyOf": [{"type": "number", "minimum": 5}, {"type": "string", "pattern": "^[a-c]{2}$"}]}, "ab"),
+    (
+        {"$defs": {"tree": {"properties": {"kids": {"items": {"$ref": "#/$defs/tree"}}}}}, "$ref": "#/$defs/tree"},
+        {"kids": [{"kids": []}, {}]},
+    ),
+    ({"type": "string", "format": "date"}, "2024-02-29"),
+    ({"properties": {"a": {"const": {"b": [1, 2]}}}, "required": ["a"]}, {"a": {"b": [1, 2]}, "z": "more"}),
+]
+
+
+@pytest.mark.parametrize(("schema", "instance"), INSTANCES)
+def test_masks_admit_a_valid_instance_token_by_token(tokenizer: Path, schema: dict, instance: object) -> None:
+    grammar, answers = Grammar.of(checked({"kind": "json_schema", "schema": schema})["source"]), Queue()
+    grammars = Grammars(tokenizer, VOCAB)
+    grammars.prepare(Prepare(7, 1, grammar.digest, grammar.source), answers.put)
+    assert answers.get(timeout=60) == Prepared(7, 1)
+    row = grammars.compiled(grammar.digest).at([], [END])
+    for sign in json.dumps(instance):
+        token = 1 + SIGNS.index(sign)
+        assert grammars.masks([row]).allowed[0, token], sign
+        row.follow(token)
+    assert grammars.masks([row]).allowed[0, END]
