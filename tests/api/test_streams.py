@@ -104,7 +104,7 @@ async def test_after_its_stop_string_a_sequence_is_not_listened_to() -> None:
     num_tokens = answer.choices[0].num_tokens
     bench.say(1, "more")
     bench.finish(1, LENGTH)
-    assert await answer.deltas() == [Delta(0, "so ", [], STOP)]
+    assert await answer.deltas() == [Delta(0, "so ", [], STOP, stop="stop")]
     assert answer.choices[0].num_tokens == num_tokens < len(ids_of("so stop it"))
     assert not answer.is_over, "its sister goes on"
     bench.say(1, "fine", index=1)
@@ -123,7 +123,7 @@ async def test_a_stop_string_in_the_last_letters() -> None:
     for id in (*ids_of("ab"), *half):
         bench.perform(Emit(1, 0, id))
     bench.finish(1, LENGTH)
-    assert await answer.deltas() == [Delta(0, "ab", [], STOP)]
+    assert await answer.deltas() == [Delta(0, "ab", [], STOP, stop="\ufffd")]
 
 
 @pytest.mark.parametrize("when", ["before a word", "between words", "after the stop string of one", "after the end"])

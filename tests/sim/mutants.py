@@ -655,7 +655,7 @@ NEAR = {
     "a step takes as long as it takes": 185,
     "who waits for a prefix waits although nobody fills it any more": 146,
     "a host block is taken before it was swapped in": 595,
-    "a host copy is found before it is made": 578,
+    "a host copy is found before it is made": 163,
     "a sequence that ends on the host keeps its copies": 185,
     "a lost host block keeps its name": 219,
     "moves of a plan without rows are dropped": 182,
