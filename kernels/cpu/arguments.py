@@ -73,7 +73,7 @@ def scratch_bytes(head_dim: int, group: int) -> int:
     """What one thread needs: its unit's words, q, scores, sums, tops, totals; two lists of row addresses, and for a
     cache of 8 bits two of the addresses of their scales and the scales of a tile's keys and values."""
     rows = max(MAX_ROWS, group)
-    return -(-(8 * 32 + 4 * rows * (2 * lanes(head_dim) + TILE + 2) + (4 * 8 + 2 * 4) * TILE + 12 * 64) // 64) * 64
+    return -(-(8 * 32 + 4 * rows * (2 * lanes(head_dim) + TILE + 9) + (4 * 8 + 2 * 4) * TILE + 12 * 64) // 64) * 64
 
 
 class Words:

@@ -92,6 +92,7 @@ from kilburn.kernels.cpu.simd import (
     floats,
     int32s,
     int64s,
+    is_above,
     load_one,
     number,
     prefetch,
@@ -102,6 +103,8 @@ from kilburn.kernels.cpu.simd import (
 
 LOG2_E = math.log2(math.e)
 HIDDEN = np.float32(-1e30)  # finite: the difference of two hidden scores must not be NaN
+LEEWAY = np.float32(8)  # powers of 2 by which a score may exceed its row's top before that follows
+TOTAL_STEP = 4 * 8  # a row's total is kept as a vector, and summed up in the end
 
 # What a thread keeps of its unit, as words u[...] on top of its scratch. NUM_ROWS counts the rows of one KV head.
 # fmt: off
@@ -204,7 +207,7 @@ def _lay_out(a, u):
     u[U_SUMS] = _up(u[U_SCORES] + rows * TILE * 4, 64)
     u[U_TOPS] = _up(u[U_SUMS] + rows * step, 64)
     u[U_TOTALS] = _up(u[U_TOPS] + rows * 4, 64)
-    u[U_ROWS] = _up(u[U_TOTALS] + rows * 4, 64)
+    u[U_ROWS] = _up(u[U_TOTALS] + rows * TOTAL_STEP, 64)
     u[U_NEXT_ROWS] = _up(u[U_ROWS] + TILE * 8, 64)
     u[U_SCALES] = _up(u[U_NEXT_ROWS] + TILE * 8, 64)
     u[U_NEXT_SCALES] = _up(u[U_SCALES] + TILE * 8, 64)
@@ -282,29 +285,55 @@ def _scale_columns(a, u, count, scales_at):
 
 
 @njit(fastmath=FAST)
+def _hide(a, u, row, start, count):
+    """What a row does not see of the tile [start, start + count), and what fills it up."""
+    at, position = floats(u[U_SCORES] + row * (4 * TILE)), u[FIRST_POSITION] + row // a[GROUP]
+    columns = _up(count, 8)
+    for column in range(min(max(position - a[WINDOW] + 1 - start, 0), columns)):
+        at[column] = HIDDEN
+    for column in range(max(min(position + 1 - start, count), 0), columns):
+        at[column] = HIDDEN
+
+
+@njit(fastmath=FAST)
+def _raise(u, row, new_top):
+    """Has a row's total and sums follow its new top."""
+    tops = floats(u[U_TOPS])
+    shrink = exp2(tops[row] - new_top)
+    tops[row] = new_top
+    totals, sums = floats(u[U_TOTALS] + row * TOTAL_STEP), floats(u[U_SUMS] + row * u[STEP])
+    for i in range(TOTAL_STEP // 4):
+        totals[i] *= shrink
+    for i in range(u[STEP] // 4):
+        sums[i] *= shrink
+
+
+@njit(fastmath=FAST)
 def _softmax(a, u, first_row, start, count):
-    """The scores of the tile [start, start + count) become weights; tops, totals and sums follow the new tops."""
-    cap, columns = np.float32(number(a, CAP)), _up(count, 8)
-    tops, totals = floats(u[U_TOPS] + 4 * first_row), floats(u[U_TOTALS] + 4 * first_row)
-    for row in range(u[NUM_ROWS]):
-        score = u[U_SCORES] + row * (4 * TILE)
-        at = floats(score)
+    """The scores of the tile [start, start + count) become weights, which the totals count."""
+    cap, columns, num_rows = np.float32(number(a, CAP)), _up(count, 8), u[NUM_ROWS]
+    scores, tops, totals = u[U_SCORES], floats(u[U_TOPS] + 4 * first_row), u[U_TOTALS] + first_row * TOTAL_STEP
+    sees_all = count == columns and start + count <= u[FIRST_POSITION] + 1
+    sees_all = sees_all and start > u[FIRST_POSITION] + u[NUM_QUERIES] - 1 - a[WINDOW]
+    for row in range(num_rows):
+        score = scores + row * (4 * TILE)
         if cap > np.float32(0):
+            at = floats(score)
             for column in range(columns):
                 at[column] = cap * tanh(at[column])
-        position = u[FIRST_POSITION] + row // a[GROUP]
-        for column in range(min(max(position - a[WINDOW] + 1 - start, 0), columns)):
-            at[column] = HIDDEN
-        for column in range(max(min(position + 1 - start, count), 0), columns):
-            at[column] = HIDDEN
-        top = row_max(score, columns, tops[row])
-        shrink = exp2(tops[row] - top)
-        tops[row] = top
-        totals[row] = totals[row] * shrink + exp2_row(score, columns, top)
-        if shrink != np.float32(1):
-            sums = floats(u[U_SUMS] + (first_row + row) * u[STEP])
-            for i in range(u[STEP] // 4):
-                sums[i] *= shrink
+        if not sees_all:
+            _hide(a, u, row, start, count)
+        if is_above(score, columns, tops[row] + LEEWAY):
+            _raise(u, first_row + row, row_max(score, columns, tops[row]))
+        exp2_row(score, columns, tops[row], totals + row * TOTAL_STEP)
+
+
+@njit(fastmath=FAST)
+def _total(u, row):
+    lanes, total = floats(u[U_TOTALS] + row * TOTAL_STEP), np.float32(0)
+    for i in range(TOTAL_STEP // 4):
+        total += lanes[i]
+    return total
 
 
 @njit(fastmath=FAST)
@@ -325,7 +354,10 @@ def _join(a, u):
         own = floats(u[U_SUMS] + row * u[STEP])
         for i in range(words):
             own[i] = sums[i]
-        floats(u[U_TOPS])[row], floats(u[U_TOTALS])[row] = sums[words], sums[words + 1]
+        totals = floats(u[U_TOTALS] + row * TOTAL_STEP)
+        for i in range(TOTAL_STEP // 4):
+            totals[i] = sums[words + 1] if i == 0 else np.float32(0)
+        floats(u[U_TOPS])[row] = sums[words]
 
 
 @njit
@@ -337,7 +369,7 @@ def _is_last(a, u):
         own = floats(u[U_SUMS] + row * u[STEP])
         for i in range(words):
             kept[i] = own[i]
-        kept[words], kept[words + 1] = floats(u[U_TOPS])[row], floats(u[U_TOTALS])[row]
+        kept[words], kept[words + 1] = floats(u[U_TOPS])[row], _total(u, row)
     is_last = fetch_add(int64s(a[ARRIVALS]), u[ARRIVAL], 1) == u[NUM_PIECES] - 1
     if is_last:
         int64s(a[ARRIVALS])[u[ARRIVAL]] = 0  # as the next launch expects it
@@ -363,7 +395,10 @@ def kernel(kind: int, stored: int) -> Any:
                 share *= floats(a[SCALES] + head // a[GROUP] * a[SCALE_HEAD])[0]
             for i in range(a[HEAD_DIM]):
                 q[i] = load_one(source, i, kind) * share
-            floats(u[U_TOPS])[row], floats(u[U_TOTALS])[row] = HIDDEN, np.float32(0)
+            totals = floats(u[U_TOTALS] + row * TOTAL_STEP)
+            for i in range(TOTAL_STEP // 4):
+                totals[i] = np.float32(0)
+            floats(u[U_TOPS])[row] = HIDDEN
 
     @njit(fastmath=FAST)
     def score(a, u, first_row, count, offset):
@@ -432,7 +467,7 @@ def kernel(kind: int, stored: int) -> Any:
         for row in range(u[NUM_HEADS] * u[NUM_ROWS]):
             token, head = _place(a, u, row)
             out = a[OUT] + token * a[OUT_TOKEN] + head * a[OUT_HEAD]
-            total = floats(u[U_TOTALS])[row]
+            total = _total(u, row)
             if a[SINKS] != 0:
                 total += exp2(floats(a[SINKS])[head] * np.float32(LOG2_E) - floats(u[U_TOPS])[row])
             share = np.float32(1) / total

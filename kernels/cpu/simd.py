@@ -7,7 +7,8 @@ written out here, as LLVM instructions that Python loops unroll when a kernel is
     add_rows    three rows of sums += weights x rows of values, likewise
     add_panel   1 to 3 rows of sums += rows of x . a chunk of a packed weight, likewise
     row_max     the largest of a row, NaN passed over (it comes back through the exponentials)
-    exp2_row    2^(x - top) of a row in place, and their sum
+    is_above    whether one of a row is above a limit
+    exp2_row    2^(x - top) of a row in place, and their sums by lane
 
 An address is an int64, as is a step between addresses, both in bytes: no 32-bit product can wrap. Element types are
 small literals (`F32`, `BF16`, `F16`, `INT8`) and all arithmetic is float32. Nothing here checks anything: the launchers
@@ -468,10 +469,26 @@ def row_max(context: Any, row: Any, count: Any, start: Any) -> Any:
 
 
 @intrinsic
-def exp2_row(context: Any, row: Any, count: Any, top: Any) -> Any:
-    """row = 2^(row - top) in place, for `count` float32 (a multiple of 8, above 0); returns their sum."""
+def is_above(context: Any, row: Any, count: Any, limit: Any) -> Any:
+    """Whether one of `count` float32 (a multiple of 8) at an address is above a limit. NaN is not."""
 
     def code(_target: Any, build: Any, _signature: Any, args: Any) -> Any:
+        limit = _splat(build, args[2], LANES)
+
+        def step(address: Any, found: Any) -> Any:
+            return build.or_(found, build.fcmp_ordered(">", _load(build, address, F32, LANES), limit))
+
+        found = _over_row(build, args[0], args[1], ir.Constant(ir.VectorType(ir.IntType(1), LANES), None), step)
+        return build.icmp_unsigned("!=", build.bitcast(found, I8), I8(0))
+
+    return types.boolean(types.int64, types.int64, types.float32), code
+
+
+@intrinsic
+def exp2_row(context: Any, row: Any, count: Any, top: Any, totals: Any) -> Any:
+    """row = 2^(row - top) in place, for `count` float32 (a multiple of 8); adds them to the 8 at `totals`, by lane."""
+
+    def code(target: Any, build: Any, _signature: Any, args: Any) -> Any:
         top = _splat(build, args[2], LANES)
 
         def step(address: Any, total: Any) -> Any:
@@ -479,12 +496,11 @@ def exp2_row(context: Any, row: Any, count: Any, top: Any) -> Any:
             _store(build, value, address, F32, LANES)
             return build.fadd(total, value)
 
-        total = _over_row(build, args[0], args[1], _constant(FLOAT, LANES, 0.0), step)
-        for half in (4, 2, 1):
-            total = build.fadd(total, _shuffle(build, total, total, [(i + half) % LANES for i in range(LANES)]))
-        return build.extract_element(total, I32(0))
+        total = _over_row(build, args[0], args[1], _load(build, args[3], F32, LANES), step)
+        _store(build, total, args[3], F32, LANES)
+        return target.get_dummy_value()
 
-    return types.float32(types.int64, types.int64, types.float32), code
+    return NONE(types.int64, types.int64, types.float32, types.int64), code
 
 
 @intrinsic
