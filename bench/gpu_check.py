@@ -2,7 +2,9 @@
 
 `python bench/gpu_check.py FOLDER [--minutes 5.5] [--only decode,prefill]` writes FOLDER/<device>.json after each part,
 and prints a short table last. It needs torch, triton, numpy and safetensors, and nothing installed of Kilburn itself.
-`--cpu-dry-run` walks the same code on tiny sizes in Triton's interpreter: its numbers mean nothing, its verdicts do.
+Each part has its share of the minutes, and ends after the row at which that is over.
+`--cpu-dry-run` walks the same code on tiny sizes in Triton's interpreter, however long it takes: its numbers mean
+nothing, its verdicts do.
 
 The exit status is 1 if anything is wrong, or a part failed; a number below its goal is shown, and is no fault.
 """
@@ -12,12 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -25,9 +29,22 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 VERDICTS = ("twins", "worker", "ledger")  # parts of which only what is wrong is shown
+# Seconds that a part may take. What an earlier one has left over is there for the later ones; a part whose time is over
+# ends after the row that it is at, and says so. Their sum is the default of --minutes.
+SHARES_S = {
+    "twins": 80.0,
+    "worker": 30.0,
+    "ledger": 20.0,
+    "decode": 80.0,
+    "prefill": 20.0,
+    "moves": 25.0,
+    "block_sizes": 15.0,
+    "steps": 40.0,
+    "sampling": 20.0,
+}
 GOALS = {
     "decode": "of_copy 0.85 at batch >= 16, context >= 2k; paging_costs <= 0.05",
-    "moves": "swaps 0.90 of memcpy at any block size",
+    "moves": "swap_out, swap_in 0.90 of memcpy at any block size",
     "prefill": "of_sdpa 0.70",
 }
 
@@ -35,7 +52,7 @@ GOALS = {
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path, help="where the JSON goes")
-    parser.add_argument("--minutes", type=float, default=5.5, help="no part begins after this")
+    parser.add_argument("--minutes", type=float, default=5.5, help="no row of any part begins after this")
     parser.add_argument("--only", default="", help="parts, comma-separated; all of them otherwise")
     parser.add_argument("--cpu-dry-run", action="store_true", help="tiny sizes in the interpreter")
     return parser.parse_args()
@@ -65,8 +82,8 @@ def place_of(is_dry: bool) -> Any:
     return Place(torch_device, device, TritonKernels(torch_device, device, beside(torch_device)), is_dry=False)
 
 
-def run(place: Any, only: set[str], deadline: float, path: Path, report: dict[str, Any]) -> None:
-    """The parts in order of worth. Each is kept as soon as it is there."""
+def run(place: Any, only: set[str], begun: float, seconds: float, path: Path, report: dict[str, Any]) -> None:
+    """The parts in order of worth, within `seconds` from `begun`. Each is kept as soon as it is there."""
     import gpu_kernels as kernels
     import gpu_ledger as ledger
     import gpu_worker as worker
@@ -87,20 +104,33 @@ def run(place: Any, only: set[str], deadline: float, path: Path, report: dict[st
     unknown = only - parts.keys()
     if unknown:
         raise SystemExit(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+    end = begun
     for name, part in parts.items():
         if only and name not in only:
             continue
-        begun = time.monotonic()
-        if begun > deadline:
+        end += SHARES_S[name] * seconds / sum(SHARES_S.values())
+        started = time.monotonic()
+        if started > end:
             report["parts"][name] = {"not_run": "out of time"}
         else:
             print(f"{name} ...", flush=True)
             try:
-                report["parts"][name] = {"rows": part(), "seconds": time.monotonic() - begun}
+                rows, is_late = until(part(), end)
+                report["parts"][name] = {"rows": rows, "late": is_late, "seconds": time.monotonic() - started}
             except Exception as error:  # the other parts may still tell something
                 traceback.print_exc()
                 report["parts"][name] = {"failed": f"{type(error).__name__}: {error}"}
         path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def until(rows: Iterable[Any], end: float) -> tuple[list[Any], bool]:
+    """The rows that were begun in time, and whether time was over before it was known that there are no more."""
+    taken: list[Any] = []
+    for row in rows:
+        taken.append(row)
+        if time.monotonic() > end and not isinstance(rows, list):
+            return taken, True
+    return taken, False
 
 
 def told(report: dict[str, Any]) -> int:
@@ -116,6 +146,8 @@ def told(report: dict[str, Any]) -> int:
         bad = [row for row in part["rows"] if row.get("ok") is False]
         faults += len(bad)
         print(f"{name} ({part['seconds']:.0f} s){': goal ' + GOALS[name] if name in GOALS else ''}")
+        if part["late"]:
+            print("  its time was over: rows are missing")
         if name in VERDICTS:
             print(f"  {len(part['rows'])} checked, {len(bad)} wrong")
         for row in bad if name in VERDICTS else part["rows"]:
@@ -150,8 +182,9 @@ def main() -> int:
     words.folder.mkdir(parents=True, exist_ok=True)
     path = words.folder / (re.sub(r"\W+", "-", name.lower().replace("nvidia", "")).strip("-") + ".json")
     torch.manual_seed(0)
+    minutes = math.inf if words.cpu_dry_run else words.minutes
     with torch.inference_mode():
-        run(place, set(filter(None, words.only.split(","))), begun + 60 * words.minutes, path, report)
+        run(place, set(filter(None, words.only.split(","))), begun, minutes * 60, path, report)
     report["seconds"] = time.monotonic() - begun
     path.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if told(report) else 0

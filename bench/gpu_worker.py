@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -201,13 +202,13 @@ def config_of(settings: dict[str, Any]) -> ModelConfig:
         return read_config(Path(folder))
 
 
-def steps(place: Place) -> list[Row]:
+def steps(place: Place) -> Iterator[Row]:
     """Tokens a second of one decode step and its greedy choice, asked for launch by launch and as one graph."""
     dtype = torch.float32 if place.is_dry else torch.bfloat16
     config = config_of(SMALL if place.is_dry else LARGE)
     weights: Any = Drawn(place, dtype)
     model: Any = LlamaModel(config, config.family, weights, Form(place.torch_device, dtype), Ranks())  # type: ignore[arg-type]
-    rows, record = [], None if place.is_dry else recorder_for(place.torch_device)
+    record = None if place.is_dry else recorder_for(place.torch_device)
     for seqs in (2,) if place.is_dry else (1, 64, 256):
         shape = Shape(seqs, 40 if place.is_dry else 1024, 1, config.num_kv_heads, head_dim=config.head_dim, dtype=dtype)
         sizes = (seqs * shape.blocks_each, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
@@ -220,6 +221,5 @@ def steps(place: Place) -> list[Row]:
         row: Row = {"batch": seqs, "tokens_s": seqs / place.host_seconds(step)}
         if record is not None:
             row["graph_tokens_s"] = seqs / place.host_seconds(record(step))
-        rows.append(row)
+        yield row
         del pool
-    return rows

@@ -108,12 +108,10 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
 def kv_forms(device: torch.device) -> dict[str, tuple[str, ...]]:
     """The types of 8 bits that the kernels of `device` store KV in, each with where its scales may be; the first of
     these is what is taken where nobody says."""
-    if device.type != "cuda":
-        return {"int8": ("block", "static")}
-    forms = {"int8": ("static",)}
+    forms = {"int8": ("block", "static")}
     # Ada and Hopper were the first to convert e4m3; AMD's cards before gfx950 have another one.
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
-        forms["fp8"] = ("static",)
+    if device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9):
+        forms["fp8"] = ("block", "static")
     return forms
 
 

@@ -13,6 +13,9 @@
 
     running softmax, base 2:  m' = max(m, max s)    l' = l 2^(m-m') + sum 2^(s-m')    acc' = acc 2^(m-m') + 2^(s-m') v
 
+A pool of 8 bits is turned back in registers. A scale of a whole head is taken into the scale of scores and into what is
+written; scales of rows meet the scores of their keys, and their values.
+
 Turns that every lane sees whole need no mask and come first. With more than one split, each leaves its normed part and
 log2 of its sum in scratch, and `_join_kernel` weighs the parts:
 
@@ -33,7 +36,7 @@ from torch import Tensor
 from kilburn.kernels.checks import check_attention, check_sinks
 from kilburn.kernels.contract import Batch
 from kilburn.kernels.triton.launch import Launch, check_dtype, padded
-from kilburn.kernels.triton.stored import check_scales
+from kilburn.kernels.triton.stored import check_scales, form, steps
 from kilburn.kernels.triton.tilings import tiling
 from kilburn.kernels.triton.tuned import Tiling
 
@@ -71,17 +74,21 @@ def _turns(
     b_q,
     o_query,  # [ROWS] position of each lane in its sequence
     kv_ptr,  # at the keys of this KV head in block 0
+    scales_ptr,  # likewise, where IN_BLOCKS
     table_ptr,  # at this sequence
     i_seq,
     n_context,
     stride_block,
     stride_values,
+    stride_scale_block,
+    stride_scale_values,
     scale,
     soft_cap,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     POSITIONS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PAGED: tl.constexpr,
@@ -93,17 +100,16 @@ def _turns(
     for first in tl.range(start, end, POSITIONS):
         o_pos = first + tl.arange(0, POSITIONS)
         m_pos = o_pos < n_context
+        o_row = o_pos % BLOCK_SIZE
         if not PAGED:
-            o_kv = tl.cast(i_seq, tl.int64) * stride_block + o_pos[:, None] * HEAD_DIM
+            b_block, o_row = tl.cast(i_seq, tl.int64), o_pos
         elif BLOCK_SIZE % POSITIONS == 0:  # all of a turn lies in one block
-            block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
-            o_kv = block * stride_block + (o_pos % BLOCK_SIZE)[:, None] * HEAD_DIM
+            b_block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+        elif MASKED:
+            b_block = tl.load(table_ptr + o_pos // BLOCK_SIZE, mask=m_pos, other=0).to(tl.int64)
         else:
-            if MASKED:
-                b_block = tl.load(table_ptr + o_pos // BLOCK_SIZE, mask=m_pos, other=0).to(tl.int64)
-            else:
-                b_block = tl.load(table_ptr + o_pos // BLOCK_SIZE).to(tl.int64)
-            o_kv = (b_block * stride_block + (o_pos % BLOCK_SIZE) * HEAD_DIM)[:, None]
+            b_block = tl.load(table_ptr + o_pos // BLOCK_SIZE).to(tl.int64)
+        o_kv = (b_block * stride_block + o_row * HEAD_DIM)[:, None]
         p_k = kv_ptr + o_kv + o_dim[None, :]
         if MASKED:
             m_kv = m_pos[:, None] & (o_dim < HEAD_DIM)[None, :]
@@ -117,6 +123,12 @@ def _turns(
             b_k = tl.load(p_k)
             b_v = tl.load(p_k + stride_values)
         b_s = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision=PRECISION) * scale
+        if IN_BLOCKS:
+            p_scale = scales_ptr + b_block * stride_scale_block + o_row
+            m_scale = m_pos if MASKED else o_pos >= 0
+            b_s *= tl.load(p_scale, mask=m_scale, other=0.0)[None, :]
+            b_of_values = tl.load(p_scale + stride_scale_values, mask=m_scale, other=0.0)
+            b_v = b_v.to(tl.float32) * b_of_values[:, None]  # not the weights: these lose digits as halves
         if SOFT_CAP:  # scale and cap are in units of log2 e: cap * tanh(s / cap)
             b_s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(b_s)))
         if MASKED:
@@ -146,7 +158,7 @@ def _attention_kernel(
     query_start_ptr,  # [num_seqs + 1]
     context_ptr,  # [num_seqs]
     sinks_ptr,  # [Hq]; not read unless SINKS
-    scales_ptr,  # [2, Hkv]; not read unless SCALED
+    scales_ptr,  # [2, Hkv], or [num_blocks, 2, Hkv, BLOCK_SIZE] where IN_BLOCKS; not read unless SCALED
     num_seqs,
     num_rows,
     num_kv_heads,
@@ -157,6 +169,9 @@ def _attention_kernel(
     stride_block,
     stride_values,
     stride_kv_head,
+    stride_scale_block,
+    stride_scale_values,
+    stride_scale_head,
     stride_table,
     scale,  # with log2 e in it
     soft_cap,  # likewise
@@ -174,6 +189,7 @@ def _attention_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     PAGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -220,30 +236,31 @@ def _attention_kernel(
     if SINKS and SPLITS == 1:
         b_max = tl.load(sinks_ptr + o_head, mask=m_lane, other=0.0).to(tl.float32) * 1.4426950408889634
         b_sum += 1.0
+    scales_ptr += i_kv * stride_scale_head
     if start < end:
         p_q = q_ptr + o_row.to(tl.int64)[:, None] * stride_q_row + o_head[:, None] * stride_q_head + o_dim[None, :]
         b_q = tl.load(p_q, mask=m_q, other=0.0)
         kv_ptr += i_kv.to(tl.int64) * stride_kv_head
         tables_ptr += i_seq.to(tl.int64) * stride_table
-        if SCALED:
-            scale *= tl.load(scales_ptr + i_kv)
+        if SCALED and not IN_BLOCKS:
+            scale *= tl.load(scales_ptr)
         whole = start
         if WINDOW == 0:  # turns that end at or before what the first lane sees
             whole = tl.maximum(tl.minimum(first_query + 1, end) // POSITIONS * POSITIONS, start)
             b_acc, b_max, b_sum = _turns(
-                b_acc, b_max, b_sum, start, whole, b_q, o_query, kv_ptr, tables_ptr, i_seq, n_context, stride_block,
-                stride_values, scale, soft_cap, HEAD_DIM, DIM, BLOCK_SIZE, POSITIONS, WINDOW, SOFT_CAP, PAGED, False,
-                PRECISION,
+                b_acc, b_max, b_sum, start, whole, b_q, o_query, kv_ptr, scales_ptr, tables_ptr, i_seq, n_context,
+                stride_block, stride_values, stride_scale_block, stride_scale_values, scale, soft_cap, HEAD_DIM, DIM,
+                BLOCK_SIZE, POSITIONS, IN_BLOCKS, WINDOW, SOFT_CAP, PAGED, False, PRECISION,
             )  # fmt: skip
         b_acc, b_max, b_sum = _turns(
-            b_acc, b_max, b_sum, whole, end, b_q, o_query, kv_ptr, tables_ptr, i_seq, n_context, stride_block,
-            stride_values, scale, soft_cap, HEAD_DIM, DIM, BLOCK_SIZE, POSITIONS, WINDOW, SOFT_CAP, PAGED, True,
-            PRECISION,
+            b_acc, b_max, b_sum, whole, end, b_q, o_query, kv_ptr, scales_ptr, tables_ptr, i_seq, n_context,
+            stride_block, stride_values, stride_scale_block, stride_scale_values, scale, soft_cap, HEAD_DIM, DIM,
+            BLOCK_SIZE, POSITIONS, IN_BLOCKS, WINDOW, SOFT_CAP, PAGED, True, PRECISION,
         )  # fmt: skip
 
     b_out = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
-    if SCALED:
-        b_out *= tl.load(scales_ptr + num_kv_heads + i_kv)
+    if SCALED and not IN_BLOCKS:
+        b_out *= tl.load(scales_ptr + stride_scale_values)
     o_row = o_row.to(tl.int64)
     if SPLITS > 1:
         o_part = (o_row * (num_kv_heads * GROUP) + o_head) * SPLITS + i_split
@@ -343,7 +360,7 @@ def paged_attention(
             q if options.sinks is None else options.sinks,
             q if options.scales is None else options.scales,
             *(num_seqs, num_rows, num_kv_heads, *strides, q.stride(0), q.stride(1), *kv.stride()[:1]),
-            *(kv.stride(1), kv.stride(2), batch.tables.stride(0)),
+            *(kv.stride(1), kv.stride(2), *steps(options.scales), batch.tables.stride(0)),
             # With a cap, e^(2 s / cap) is what tanh is made of.
             scale * LOG2_E if cap is None else 2.0 * scale / cap * LOG2_E,
             0.0 if cap is None else cap * LOG2_E,
@@ -362,7 +379,7 @@ def paged_attention(
             "WINDOW": options.window or 0,
             "SOFT_CAP": cap is not None,
             "SINKS": options.sinks is not None,
-            "SCALED": options.scales is not None,
+            **form(options.scales),
             "PAGED": paged,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         },

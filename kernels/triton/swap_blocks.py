@@ -44,8 +44,16 @@ def swap_blocks(source_pool: Tensor, destination_pool: Tensor, pairs: Tensor, de
     if not len(pairs):
         return
     if source_pool[0].numel() * source_pool.element_size() < LARGE_BLOCK_BYTES:
-        copy_blocks(source_pool, destination_pool, pairs.contiguous().to(device, non_blocking=True)).run()
-        return
+        by_kernel(source_pool, destination_pool, pairs, device)
+    else:
+        by_copies(source_pool, destination_pool, pairs)
+
+
+def by_kernel(source_pool: Tensor, destination_pool: Tensor, pairs: Tensor, device: torch.device) -> None:
+    copy_blocks(source_pool, destination_pool, pairs.contiguous().to(device, non_blocking=True)).run()
+
+
+def by_copies(source_pool: Tensor, destination_pool: Tensor, pairs: Tensor) -> None:
     for source, destination, number in runs(pairs.tolist()):
         destination_pool[destination : destination + number].copy_(
             source_pool[source : source + number], non_blocking=True

@@ -121,19 +121,28 @@ def everything(architecture: str) -> Iterator[tuple[str, Launch]]:
     yield from tuned(architecture)
     if architecture not in ONE_OF_EACH:
         return
+    yield from eight_bits(architecture, EIGHT_BITS[architecture])
     sinks = nowhere(32, dtype=torch.float32)
-    scaled, kv_dtype = Options(scales=nowhere(2, 8, dtype=torch.float32)), EIGHT_BITS[architecture]
-    for queries in (1, 32):
-        # A head that fills no tile; 80 stands for 96.
-        yield from named(f"attention 80 x{queries}", attention(architecture, 80, queries))
-        eight = attention(architecture, 128, queries, options=scaled, kv_dtype=kv_dtype)
-        yield from named(f"attention 128 x{queries} {kv_dtype}", eight)
     half = attention(architecture, 128, 1, torch.float16, block_size=128)
     yield from named("attention 128 x1 float16, blocks of 128", half)
-    capped = attention(architecture, 128, 1, block_size=8, options=Options(None, 30.0, sinks))
-    yield from named("attention 128 x1 cap, sinks, blocks of 8", capped)
+    # A head that fills no tile; 80 stands for 96.
+    yield from named("attention 80 x32", attention(architecture, 80, 32))
+    capped = attention(architecture, 80, 1, block_size=8, options=Options(None, 30.0, sinks))
+    yield from named("attention 80 x1 cap, sinks, blocks of 8", capped)
     windowed = attention(architecture, 128, 32, block_size=8, options=Options(1000, 30.0, sinks))
     yield from named("attention 128 x32 window, cap, sinks, blocks of 8", windowed)
+
+
+def eight_bits(architecture: str, kv_dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    q, k, v = nowhere(64, 48, 128).split([32, 8, 8], dim=1)
+    kv, batch = nowhere(64, 4, 2, 8, 16, 128, dtype=kv_dtype)[:, 1], batch_of(8, 8, 4096, 16)
+    rope = Rope(nowhere(4096, 64, dtype=torch.float32))
+    for form, shape in (("scales of heads", (2, 8)), ("scales of rows", (64, 2, 8, 16))):
+        scales = nowhere(*shape, dtype=torch.float32)
+        yield f"kv_write {kv_dtype}, {form}", kv_write(q, k, v, kv, batch, rope, scales)
+        for queries in (1, 32) if len(shape) == 4 else (1,):  # the larger form in both of its cuts
+            read = attention(architecture, 128, queries, options=Options(scales=scales), kv_dtype=kv_dtype)
+            yield from named(f"attention 128 x{queries} {kv_dtype}, {form}", read)
 
 
 def named(name: str, launches: list[Launch]) -> list[tuple[str, Launch]]:

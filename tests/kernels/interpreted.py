@@ -38,8 +38,9 @@ finally:
     else:
         os.environ["TRITON_INTERPRET"] = _before
 
-# Two things that every device does and the interpreter does not: it cuts off what a narrow float cannot hold, where
-# devices round to the nearest, and multiplies the bits of bfloat16 as if they were integers.
+# Three things that every device does and the interpreter does not: it cuts off what a narrow float cannot hold, where
+# devices round to the nearest, multiplies the bits of bfloat16 as if they were integers, and takes integers for such
+# bits.
 
 _ROUNDED = {tl.bfloat16: (torch.bfloat16, torch.uint16), tl.float8e4nv: (torch.float8_e4m3fn, torch.uint8)}
 _cut_off, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
@@ -62,7 +63,14 @@ def _dot_of_bfloat16(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _dot(self, *wide, *rest)
 
 
+def _to_float(self: Any, source: Any, to_type: Any) -> Any:
+    if to_type.scalar == tl.bfloat16:
+        source = self.cast_impl(source, tl.float32)
+    return self.cast_impl(source, to_type)
+
+
 interpreter._convert_float = _rounded
+interpreter.InterpreterBuilder.create_si_to_fp = _to_float
 interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 
 

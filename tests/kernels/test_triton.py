@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kilburn.kernels import reference
 from kilburn.kernels.contract import Batch, Rope, Shapes
+from tests.kernels.eight_bits import FORMS, check_attention, check_odd_rows, check_written
 from tests.kernels.interpreted import paged_attention, swap_blocks, triton_kernels
 from tests.kernels.shapes import (
     CASES,
-    LAYER,
     Case,
     assert_near,
     attention_world,
@@ -202,25 +202,41 @@ def test_writes_of_other_shapes(case: Case) -> None:
         world.check()
 
 
+# -- KV of 8 bits
+
+
+EIGHT_BITS = pytest.mark.parametrize(
+    ("stored", "form"), [(stored, form) for stored in (torch.int8, torch.float8_e4m3fn) for form in FORMS], ids=str
+)
+OF_EIGHT_BITS = (
+    Case("mixed, of 8 bits", ((1, 33), (17, 17), (3, 40), (1, 200)), kv_heads=2, group=3),
+    Case("narrow blocks, of 8 bits", ((1, 33), (5, 20)), kv_heads=2, block_size=4, window=9, soft_cap=3.0, sinks=True),
+    Case("wide blocks, of 8 bits", ((1, 600), (2, 130)), kv_heads=1, group=7, head_dim=80, block_size=128),
+)
+
+
+@EIGHT_BITS
+@pytest.mark.parametrize("case", OF_EIGHT_BITS, ids=str)
+def test_eight_bits_are_read(case: Case, stored: torch.dtype, form: str) -> None:
+    check_attention(KERNELS, case, form, torch.float32, stored)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_eight_bits_are_read_by_half_floats(dtype: torch.dtype) -> None:
+    check_attention(KERNELS, OF_EIGHT_BITS[0], "block", dtype)
+
+
+@EIGHT_BITS
+def test_eight_bits_are_written(stored: torch.dtype, form: str) -> None:
+    heads = Case("heads in parts, of 8 bits", ((2, 9), (3, 3)), kv_heads=9, group=1, head_dim=80, block_size=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        for rope in (None, Rope(rope_table(80)), Rope(rope_table(20), interleaved=True)):
+            check_written(KERNELS, write_world(heads, dtype, rope=rope), form, stored)
+
+
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_eight_bits(stored: torch.dtype) -> None:
-    """What is written is the nearest that 8 bits hold; what attention reads is what was written, times its scale."""
-    case = Case("eight", ((3, 3), (1, 1), (6, 6)), kv_heads=2, group=3)
-    world = write_world(case, rope=Rope(rope_table(64)), padding=0)
-    largest = 127.0 if stored == torch.int8 else 448.0
-    scales = torch.tensor([[4.0, 5.0], [3.5, 4.5]]) / largest
-    kv = torch.zeros(world.pool[:, LAYER].shape).to(stored)
-    KERNELS.kv_write(*world.qkv, kv, world.batch, world.rope, scales=scales)
-    twin = write_world(case, rope=world.rope, padding=0)
-    wanted = torch.zeros(kv.shape, dtype=torch.float64)
-    reference.kv_write(*(x.double() for x in twin.qkv), wanted, twin.batch, twin.rope)
-    held = kv.double() * scales.double()[None, :, :, None, None]
-    step = scales.double()[None, :, :, None, None] * (0.501 if stored == torch.int8 else 0.0)
-    limit = scales.double()[None, :, :, None, None] * largest
-    wanted = wanted.clamp(-limit, limit)
-    assert ((held - wanted).abs() <= step + (0.0 if stored == torch.int8 else wanted.abs() / 15 + 1e-4)).all()
-    got = KERNELS.paged_attention(world.qkv[0], kv, world.batch, 0.125, scales=scales)
-    assert_near(got, reference.paged_attention(world.qkv[0].double(), held, world.batch, 0.125), torch.float32, slack=4)
+def test_a_row_of_zeros_is_read_as_zeros_and_a_broken_row_as_broken(stored: torch.dtype) -> None:
+    check_odd_rows(KERNELS, stored)
 
 
 # -- rows
@@ -340,6 +356,7 @@ def test_refusals_name_the_argument() -> None:
         ("kv", lambda: attend(q, kv[..., ::2], batch, 1.0)),
         ("scales", lambda: attend(q, kv.to(torch.int8), batch, 1.0)),
         ("scales", lambda: attend(q, kv.to(torch.int8), batch, 1.0, scales=torch.ones(2, 3))),
+        ("scales", lambda: attend(q, kv.to(torch.int8), batch, 1.0, scales=torch.ones(len(kv), 2, 2, 15))),
         ("batch.tables", lambda: attend(q, kv, replace(batch, tables=batch.tables.long()), 1.0)),
         ("batch.query_start", lambda: attend(q, kv, replace(batch, query_start=batch.query_start[:-1]), 1.0)),
         ("window", lambda: attend(q, kv, batch, 1.0, window=0)),
