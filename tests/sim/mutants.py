@@ -305,7 +305,12 @@ MUTANTS = [
         "if home is None or (lease is not None and lease != home.lease.id):",
         "if home is None:",
     ),
-    one("a result's step is not checked", "engine.py", "if result.step != expected:", "if expected is None:"),
+    one(
+        "a result's step is not checked",
+        "ranks.py",
+        "if message.step != expected or message.step > self.num_planned:",
+        "if message.step > self.num_planned:",
+    ),
     one(
         "a late step is waited for for ever",
         "engine.py",
