@@ -74,15 +74,15 @@ class Clients:
         return [case for case in self.cases.values() if case.is_live]
 
     def still_waiting(self) -> list[Submit]:
-        """Requests that have not begun and could run on the first worker group."""
+        """Requests that have not begun and could run on every worker group that there is."""
         leaving = {event.request_id for event in self.late}
-        hello = self.scenario.hellos[0]
+        hellos = (self.scenario.hellos[0], *[view.hello for view in self.leases.views.values()])
         return [
             case.submit
             for case in self.live()
             if not case.is_started
             and case.request_id not in leaving
-            and self.pins.fits(case.submit, hello)
+            and all(self.pins.fits(case.submit, hello) for hello in hellos)
             and not self._waits_for_grammar(case)
         ]
 

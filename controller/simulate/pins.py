@@ -161,7 +161,8 @@ class Pins:
                 return f"prefix {number} is held by nobody"
             for view in views:
                 users = [told for told in view.users.values() if case.serves(told.submit) and told.at_s > case.at_s]
-                if number not in view.pins and any(told.submit.prompt[: len(tokens)] == tokens for told in users):
+                is_used = any(told.submit.prompt[: len(tokens)] == tokens for told in users)
+                if is_used and number not in view.pins and not self._is_too_much(case, view.hello, []):
                     return f"prefix {number} is not held by {view.hello.name}, where it was used"
         return ""
 
