@@ -148,6 +148,10 @@ class Engine:
             times += [] if late_at is None else [late_at]
         return min(times, default=None)
 
+    def home(self, peer: bytes) -> Home | None:
+        """The worker group of a peer, for simulations that go on by many steps at once."""
+        return self._homes.get(peer)
+
     @property
     def leases(self) -> dict[str, int]:
         """The present lease of each worker group, by the group's name."""

@@ -191,9 +191,7 @@ class Scheduler:
                 self.pacing.predicted_s(len(draft.decodes), num_chunk_tokens) + num_moved * self.costs.move_s_per_block,
             )
         )
-        self._next_step += 1
-        self.counters.steps += 1
-        self._measure(len(sequences), self.max_step_tokens - draft.budget)
+        self.planned(len(sequences), self.max_step_tokens - draft.budget)
         return StepPlan(
             lease=self.lease,
             step=draft.step,
@@ -207,7 +205,10 @@ class Scheduler:
             swaps_in=moves.swaps_in,
         )
 
-    def _measure(self, num_rows: int, num_positions: int) -> None:
+    def planned(self, num_rows: int, num_positions: int) -> None:
+        """A plan of so many rows is complete."""
+        self._next_step += 1
+        self.counters.steps += 1
         self.sizes.rows.observe(num_rows)
         self.sizes.positions.observe(num_positions)
         self.sizes.budget_use.observe(num_positions / self.max_step_tokens)

@@ -84,6 +84,11 @@ class Turns:
         return self.fresh[0] if self._fairness is None else min(self.fresh, key=self._fairness.time_of)
 
     @property
+    def has_shares(self) -> bool:
+        """Whether turns depend on what tenants were served."""
+        return self._fairness is not None
+
+    @property
     def num_requests(self) -> int:
         """Named prefixes are no requests."""
         return len(self.returned) + len(self.fresh) + len(self.aside) + len(self.preparing)

@@ -48,6 +48,10 @@ class Decoding:
     beams: bool = False  # n of them, and all are returned
     num_common: int = 0  # tokens with which every prompt begins, beside its own
     shares: bool = True  # equal prefixes may be found; otherwise each request is alone
+    heavy_percent: int = 0  # of the requests, those of one tenant; all others are of another
+
+    def tenant_of(self, number: int) -> bytes:
+        return b"heavy" if number % 100 < self.heavy_percent else b"light"
 
 
 def submits(asked: Iterable[Asked], decoding: Decoding) -> Iterator[Timed]:
@@ -60,7 +64,16 @@ def submits(asked: Iterable[Asked], decoding: Decoding) -> Iterator[Timed]:
         prompt = common + _prompt(one, number)
         yield Timed(
             one.at_s or 0.0,
-            Submit(number, prompt, one.num_output, sampling, n=decoding.n, salt=salt, beams=beams),
+            Submit(
+                number,
+                prompt,
+                one.num_output,
+                sampling,
+                n=decoding.n,
+                salt=salt,
+                beams=beams,
+                tenant=decoding.tenant_of(number),
+            ),
         )
 
 

@@ -5,6 +5,7 @@ step takes; its tokens are one and the same, but for beams, whose candidates hav
 of an exponential, so that some beams die and some branch. Neither depends on anything but the plans.
 """
 
+from collections.abc import Iterable
 from random import Random
 
 from kilburn.controller.simulate.roofline import Load
@@ -58,6 +59,12 @@ class QuickWorker:
         load.num_rows, load.num_cells = len(rows), cells
         load.num_sampled = len(result.num_tokens) - result.num_tokens.count(0)
         return result, load
+
+    def skip(self, rows: Iterable[int], num_steps: int) -> None:
+        """Rows that went on by so many tokens each, all of them their own."""
+        for row in rows:
+            self._computed[row] += num_steps
+            self._known[row] += num_steps
 
     def _admit(self, row: int, start: int, end: int, choose: object) -> None:
         self._computed[row], self._known[row] = start, end

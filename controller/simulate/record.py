@@ -12,6 +12,7 @@ distances of time; those over steps count a step by its seconds.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from kilburn.controller.core.events import Beam, Finished, Submit
 from kilburn.controller.core.snapshot import Snapshot
@@ -63,6 +64,7 @@ class Record:
     samples: list[tuple[Slots, float]] = field(default_factory=list)  # the pool, and its tail waste
     saved: tuple[int, int] = (0, 0)  # blocks that sharing saved, of those that would have been needed; over samples
     last_end_s: float = 0.0
+    from_s: float = 0.0  # steps and samples before are not counted
 
     def arrives(self, submit: Submit, now: float) -> None:
         self.seen[submit.request_id] = Seen(now, len(submit.prompt), submit.max_tokens, submit.n, width=submit.width)
@@ -81,6 +83,18 @@ class Record:
             self.gaps[int((now - seen.last_s) / GAP_S + 0.5)] += 1
         seen.last_s = now
 
+    def emitted_often(self, request_id: int, num_sequences: int, times: Sequence[float]) -> None:
+        """As `emitted` for so many sequences at each of the times, but for the first time, which was told."""
+        seen = self.seen[request_id]
+        most = seen.num_output * seen.width - seen.num_tokens  # what is left: beyond it is padding
+        num_times = min(len(times) - 1, -(-most // num_sequences))
+        if num_times <= 0:
+            return
+        seen.num_tokens += min(num_times * num_sequences, most)
+        for before, now in pairwise(times[: num_times + 1]):
+            self.gaps[int((now - before) / GAP_S + 0.5)] += 1
+        seen.last_s = times[num_times]
+
     def ended(self, effect: Finished | Beam, now: float) -> bool:
         """Whether that was its last sequence."""
         seen = self.seen[effect.request_id]
@@ -91,14 +105,16 @@ class Record:
         seen.num_left -= 1
         if seen.num_left:
             return False
-        seen.last_s = self.last_end_s = now
+        seen.last_s, self.last_end_s = now, max(self.last_end_s, now)
         return True
 
     def refused(self, request_id: int) -> None:
         self.num_refused += 1
         del self.seen[request_id]
 
-    def step(self, num_rows: int, seconds: float) -> None:
+    def step(self, num_rows: int, seconds: float, now: float) -> None:
+        if now < self.from_s:
+            return
         self.busy_s += seconds
         self.row_seconds += num_rows * seconds
 
@@ -107,7 +123,9 @@ class Record:
         seen = self.seen[request_id]
         return seen.num_prompt + max(seen.num_tokens // seen.width - 1, 0) if seen.num_tokens else 0
 
-    def sample(self, snapshot: Snapshot, slots: Slots | None) -> None:
+    def sample(self, snapshot: Snapshot, slots: Slots | None, now: float) -> None:
+        if now < self.from_s:
+            return
         for group in snapshot.groups:
             if not group.running_sequences:
                 continue

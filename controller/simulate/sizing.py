@@ -15,7 +15,7 @@ from kilburn.controller.core.departure import Way
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
-from kilburn.controller.simulate.cluster import FOREVER_S, Cluster, Timed, Worker
+from kilburn.controller.simulate.cluster import FOREVER_S, LATEST_S, Cluster, Timed, Worker
 from kilburn.controller.simulate.demand import Decoding, submits
 from kilburn.controller.simulate.gates import Batched, Gate, Open, Reserved
 from kilburn.controller.simulate.record import Record
@@ -117,19 +117,31 @@ class Tally:
         self.preempted += other.preempted
 
 
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What of a run is looked at: pools once in `sample_s`, they and steps from a moment on; and when it is cut off."""
+
+    sample_s: float = 1.0
+    from_s: float = 0.0
+    until_s: float = LATEST_S
+
+
+WHOLE = Watch()
+
+
 def run_controller(
-    setup: Setup, asked: Sequence[Asked], sample_s: float = 1.0, tell: Callable[[], None] | None = None
+    setup: Setup, asked: Sequence[Asked], watch: Watch = WHOLE, tell: Callable[[], None] | None = None
 ) -> tuple[Record, Tally]:
     """One engine with all groups of the setup. `tell` is called as each request comes."""
     workers = [
         Worker(f"group-{number}".encode(), setup.hello(number), setup.machine, number)
         for number in range(setup.num_groups)
     ]
-    record, tally = Record(), Tally()
-    cluster = Cluster(setup.engine_settings(), workers, setup.gate(), record, sample_s)
+    record, tally = Record(from_s=watch.from_s), Tally()
+    cluster = Cluster(setup.engine_settings(), workers, setup.gate(), record, watch.sample_s)
     gc.disable()  # nothing here makes cycles that would last, and it is a fifth of the time
     try:
-        cluster.run(_told(submits(asked, setup.decoding), tell))
+        cluster.run(_told(submits(asked, setup.decoding), tell), watch.until_s)
     finally:
         gc.enable()
     tally.add(cluster.snapshot())
@@ -151,6 +163,7 @@ class Run:
     setup: Setup
     asked: Sequence[Asked]
     num_controllers: int = 1
+    watch: Watch = WHOLE
 
     def shares(self) -> Iterator[tuple[Setup, Sequence[Asked]]]:
         """Of each controller: as equal as can be, of groups and of requests."""
@@ -160,14 +173,14 @@ class Run:
 
 
 def run_all(
-    runs: Sequence[Run], jobs: int = 1, tell: Callable[[int], None] | None = None, sample_s: float = 1.0
+    runs: Sequence[Run], jobs: int = 1, tell: Callable[[int], None] | None = None
 ) -> list[tuple[Record, Tally]]:
     """Every run's clients and counts, in their order; `jobs` processes. `tell` hears of requests that are done with."""
     found = [(Record(), Tally()) for _ in runs]
-    shares = [(number, *share, sample_s) for number, run in enumerate(runs) for share in run.shares()]
+    shares = [(number, *share, run.watch) for number, run in enumerate(runs) for share in run.shares()]
     if jobs == 1 or len(shares) == 1:
-        for number, setup, asked, _ in shares:
-            record, tally = run_controller(setup, asked, sample_s, None if tell is None else partial(tell, 1))
+        for number, setup, asked, watch in shares:
+            record, tally = run_controller(setup, asked, watch, None if tell is None else partial(tell, 1))
             found[number][0].merge(record)
             found[number][1].merge(tally)
         return found
@@ -180,6 +193,6 @@ def run_all(
     return found
 
 
-def _run_share(share: tuple[int, Setup, Sequence[Asked], float]) -> tuple[int, Record, Tally]:
-    number, setup, asked, sample_s = share
-    return number, *run_controller(setup, asked, sample_s)
+def _run_share(share: tuple[int, Setup, Sequence[Asked], Watch]) -> tuple[int, Record, Tally]:
+    number, setup, asked, watch = share
+    return number, *run_controller(setup, asked, watch)

@@ -67,6 +67,11 @@ def read_text(path: Path) -> str:
         raise TraceError(f"{path}: cannot be read ({error})") from error
 
 
+def read_json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every entry of a JSON array or of JSON lines, and where it stands. Raises TraceError."""
+    yield from _json_entries(path, read_text(path))
+
+
 def _tokens(value: Any, name: str, where: str, least: int = 1) -> int:
     try:
         number = int(value)

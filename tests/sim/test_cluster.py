@@ -22,7 +22,7 @@ from kilburn.controller.simulate.outcome import Outcome, outcome_of
 from kilburn.controller.simulate.quick import QuickWorker
 from kilburn.controller.simulate.record import Objectives, spread
 from kilburn.controller.simulate.roofline import KNOWN_MODELS, Linear, Load, Roofline, known_shape
-from kilburn.controller.simulate.sizing import Run, Setup, run_all
+from kilburn.controller.simulate.sizing import Run, Setup, Watch, run_all
 from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked
 from kilburn.shared.config import KV_POLICIES, SettingsError, SimulateSettings, load
 from kilburn.shared.layout import KVLayout
@@ -41,7 +41,7 @@ def lengths(count: int, seed: int = 1) -> list[Asked]:
 
 
 def outcome(setup: Setup, asked: Sequence[Asked], objectives: Objectives | None = None) -> Outcome:
-    ((record, tally),) = run_all([Run(setup, asked)], sample_s=0.01)
+    ((record, tally),) = run_all([Run(setup, asked, watch=Watch(sample_s=0.01))])
     return outcome_of(record, tally, objectives or Objectives())
 
 
