@@ -1,6 +1,7 @@
 # Everything by hand is one of these. A second `make install` is instant: it is keyed by what it reads.
 #
 #   make serve    the bundled model on http://127.0.0.1:8000, until Ctrl-C    (MODEL=, PORT=, ARGS= to change)
+#   make evidence DATA=FOLDER    docs/EVIDENCE.md and its plots, from public data that lies in the folder
 #   make test     lint and every suite, each within its time budget           (SUITES="core wire" for some)
 
 SHELL := /bin/bash
@@ -20,7 +21,7 @@ OLDEST := .venv-triton36/.installed
 PARTS := shared kernels worker controller
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install serve test lint format docs clean
+.PHONY: help install serve evidence test lint format docs clean
 
 help:
 	@sed -n 's/^#   //p' Makefile; echo "also: make install, lint, format, docs, clean"
@@ -43,6 +44,10 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 
 serve: install
 	@exec $(BIN)/kilburn serve $(MODEL) --port $(PORT) $(ARGS)
+
+evidence: install
+	@test -n "$(DATA)" || { echo "say where the public data lies: make evidence DATA=folder"; exit 1; }
+	@exec $(BIN)/python bench/paper.py --data "$(DATA)" $(ARGS)
 
 # The suite `triton` needs a second environment, with the oldest Triton that the kernels support.
 test: install $(if $(SUITES),$(filter $(OLDEST),$(patsubst triton,$(OLDEST),$(SUITES))),$(OLDEST))

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kilburn.controller.core.placement import Home
+from kilburn.controller.core.home import Home
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.controller.core.step import Flight
