@@ -114,6 +114,17 @@ def setup_of(
     return replace(made, **changed)
 
 
+def served(model: str, device: str, block_size: int = 16, num_slots: int = 400_000, **changed: Any) -> Setup:
+    """A model of today on one device, as `kilburn serve` would run it. `changed`: fields of Setup."""
+    shape = known_shape(model, "bfloat16", 1)
+    if shape is None:
+        raise SystemExit(f"{model} is not in the table of models")
+    layout = layout_for(shape, block_size, "bfloat16")
+    machine = Roofline(DEVICES[device], Reach(), shape, layout, "bfloat16", 1)
+    made = Setup(layout, machine, num_slots // block_size, max_rows=256, max_step_tokens=8192, max_len=32_768)
+    return replace(made, **changed)
+
+
 def outcomes(data: Data, runs: Sequence[Run], tell: Any) -> list[Outcome]:
     return [outcome_of(record, tally) for record, tally in run_all(runs, data.jobs, tell)]
 

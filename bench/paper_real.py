@@ -1,1 +1,221 @@
-REAL = {}
+"""The real system: the bundled model on this machine's CPU, in a pool made small enough to be the bottleneck.
+
+The engine and the worker's executor are those that serve, in one process. Every step is computed and timed; requests
+come on a clock that adds those times up. Left out is the time between steps (the engine's own, and the wire's).
+Baselines are the gates of the simulation, before the same engine and kernels. `static batches` is transformers'
+generate on left-padded batches of as many requests as the pool holds at the longest length, a batch at a time.
+
+The calibration fits a step's five prices to one load's measured steps, and simulates other loads with them; what comes
+out is compared with what those loads really took.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from bench.paper_data import POLICIES, SHAREGPT, Data
+from bench.paper_figures import Figure, Panel, Tell, differs
+from kilburn.controller.simulate.cluster import Cluster, Worker
+from kilburn.controller.simulate.demand import poisson, submits
+from kilburn.controller.simulate.outcome import Outcome, outcome_of
+from kilburn.controller.simulate.record import Record, spread
+from kilburn.controller.simulate.roofline import Linear, Load
+from kilburn.controller.simulate.sizing import Setup, Tally
+from kilburn.controller.simulate.traces import Asked
+from kilburn.shared.messages import StepPlan
+
+NUM_SLOTS, MAX_LEN, MAX_ROWS = 2048, 256, 64
+SHORTER = 4  # lengths of the sample are divided by this, so that a small model on a CPU gets through
+FEATURES = ("fixed_s", "row_s", "cell_s", "token_s", "pair_s")
+
+
+@dataclass(slots=True)
+class Measured:
+    """Steps of one load: what each held, and how long it took."""
+
+    loads: list[Load] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class RealWorker(Worker):
+    """A worker whose steps are computed by a model, and take as long as they take."""
+
+    def __init__(self, executor: Any, setup: Setup, lease_of: Callable[[], int]) -> None:
+        super().__init__(b"group-0", setup.hello(0), Linear(), 0)
+        self._executor, self._vocab_size, self.measured = executor, setup.vocab_size, Measured()
+        executor.clear()
+
+    def work(self, plan: StepPlan, now: float) -> tuple[float, float]:
+        _, load = self.rows.run(plan)
+        # Tokens of simulated prompts stand for any; here they must be some that the model has.
+        admits = [replace(one, tokens=tuple(token % self._vocab_size for token in one.tokens)) for one in plan.admits]
+        begun = perf_counter()
+        result = self._executor.run(replace(plan, admits=admits))
+        seconds = perf_counter() - begun
+        result.timings = replace(result.timings, idle_s=0.0)
+        self.measured.loads.append(load)
+        self.measured.seconds.append(seconds)
+        begun_s = max(now, self.under.ready_s[-1]) if self.under.ready_s else now
+        self.under.ready_s.append(begun_s + seconds)
+        self.under.results.append(result)
+        return self.under.ready_s[-1], seconds
+
+
+def fitted(measured: Measured) -> Linear:
+    """The prices, none below 0, that explain the steps best, every step counting by the inverse of its seconds."""
+    import numpy as np
+
+    rows = np.array([features(load) for load in measured.loads if load.num_tokens])
+    seconds = np.array([s for s, load in zip(measured.seconds, measured.loads, strict=True) if load.num_tokens])
+    used = list(range(rows.shape[1]))
+    while True:
+        weighted = rows[:, used] / seconds[:, None]
+        scale = np.maximum(np.abs(weighted).max(axis=0), 1e-30)
+        prices = np.linalg.lstsq(weighted / scale, np.ones(len(rows)), rcond=None)[0] / scale
+        if (prices >= 0).all() or len(used) == 1:
+            break
+        used.pop(int(np.argmin(prices * scale)))
+    found = dict.fromkeys(FEATURES, 0.0) | {FEATURES[i]: float(price) for i, price in zip(used, prices, strict=True)}
+    return Linear(**found)
+
+
+def features(load: Load) -> tuple[float, ...]:
+    """What each price is paid for."""
+    return (1.0, load.num_rows, load.num_cells, load.num_chunk_tokens, load.num_pairs)
+
+
+def make_ready() -> tuple[Any, Any]:
+    """(the worker's ready parts, its folder)."""
+    from kilburn.controller.prepared import prepared_folder
+    from kilburn.shared.config import WorkerSettings
+    from kilburn.shared.model_files import BUNDLED_NAME
+    from kilburn.worker.start import make_ready
+
+    folder = prepared_folder(BUNDLED_NAME, "")
+    blocks = MAX_ROWS * -(-MAX_LEN // 16) * 101 // 100 + MAX_ROWS + 8
+    settings = WorkerSettings(str(folder), name="paper", num_blocks=blocks, max_rows=MAX_ROWS, max_len=MAX_LEN)
+    return make_ready(settings), folder
+
+
+def lengths_of(data: Data) -> list[Asked]:
+    found = []
+    for one in data.lengths(SHAREGPT):
+        num_output = min(max(one.num_output // SHORTER, 2), MAX_LEN // 2)
+        found.append(Asked(None, min(max(one.num_prompt // SHORTER, 2), MAX_LEN - num_output), num_output))
+    return found
+
+
+def run_real(ready: Any, setup: Setup, asked: Sequence[Asked], tell: Tell) -> tuple[Outcome, Measured]:
+    worker, record, tally = RealWorker(ready.executor, setup, lambda: 1), Record(), Tally()
+    cluster = Cluster(setup.engine_settings(), [worker], setup.gate(), record, sample_s=0.5, steps_each=True)
+    coming = submits(asked, setup.decoding)
+    cluster.run(coming)
+    tell(len(asked))
+    tally.add(cluster.snapshot())
+    tally.num_steps, tally.num_sequence_steps = cluster.num_steps, cluster.num_sequence_steps
+    return outcome_of(record, tally), worker.measured
+
+
+def run_static(folder: Any, asked: Sequence[Asked], vocab_size: int, tell: Tell) -> tuple[float, list[float]]:
+    """(seconds until the last answer, normalized latencies) of transformers on padded batches."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    rng, now, at, latencies = random.Random(1), 0.0, 0, list[float]()
+    while at < len(asked):
+        now = max(now, asked[at].at_s or 0.0)
+        here = [one for one in asked[at : at + NUM_SLOTS // MAX_LEN] if (one.at_s or 0.0) <= now]
+        width, longest = max(one.num_prompt for one in here), max(one.num_output for one in here)
+        ids = torch.tensor([[rng.randrange(16, vocab_size) for _ in range(width)] for _ in here])
+        mask = torch.tensor([[0] * (width - one.num_prompt) + [1] * one.num_prompt for one in here])
+        begun = perf_counter()
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=longest, min_new_tokens=longest)
+        now += perf_counter() - begun
+        latencies += [(now - (one.at_s or 0.0)) / one.num_output for one in here]
+        at += len(here)
+        tell(len(here))
+    return now, latencies
+
+
+def setup_of(ready: Any, policy: str) -> Setup:
+    hello = ready.hello
+    return Setup(
+        hello.layout, Linear(), NUM_SLOTS // hello.layout.block_size, max_rows=MAX_ROWS, max_step_tokens=256,
+        max_len=MAX_LEN, vocab_size=hello.vocab_size, policy=policy,
+    )  # fmt: skip
+
+
+def figure_real(data: Data, tell: Tell) -> Figure:
+    """Everybody waits from the beginning: throughput is what memory allows."""
+    ready, folder = make_ready()
+    num_requests = max(int(120 * data.share), 20)
+    asked = [replace(one, at_s=0.0) for one in random.Random(2).sample(lengths_of(data), num_requests)]
+    run_real(ready, setup_of(ready, "paged"), asked[:4], lambda _: None)  # whatever is slow the first time
+    rows, panel = [], Panel("", "", "generated tokens a second", kind="bars")
+    tokens = sum(one.num_output for one in asked)
+    found = {policy: run_real(ready, setup_of(ready, policy), asked, tell)[0] for policy in POLICIES}
+    paged = found["paged"]
+    for policy, one in found.items():
+        speed = tokens / one.seconds
+        rows.append([POLICIES[policy], f"{speed:.1f}", f"{paged.seconds / one.seconds:.2f}",
+                     f"{1e3 * one.normalized_s['mean']:.0f}", f"{one.mean_rows:.1f}", f"{100 * one.pool['used']:.0f}",
+                     f"{100 * one.tail_waste:.1f}"])  # fmt: skip
+        panel.names.append(POLICIES[policy])
+        panel.lines.setdefault("tokens/s", ([], []))[1].append(speed)
+    seconds, latencies = run_static(folder, asked, ready.hello.vocab_size, tell)
+    rows.append(["transformers, static batches", f"{tokens / seconds:.1f}", f"{paged.seconds / seconds:.2f}",
+                 f"{1e3 * spread(latencies)['mean']:.0f}", f"{NUM_SLOTS // MAX_LEN}", "", ""])  # fmt: skip
+    panel.names.append("transformers")
+    panel.lines["tokens/s"][1].append(tokens / seconds)
+    heads = ["policy", "generated tokens/s", "of paged", "ms/token", "rows", "pool used %", "waste of allocated %"]
+    notes = ["A quarter of ShareGPT's lengths. Ratios are what counts: others used the machine as well."]
+    setup = f"{num_requests} requests that come together, the bundled model (135M) in float32 on this CPU, a pool of "
+    setup += f"{NUM_SLOTS} slots, sequences of {MAX_LEN} at most"
+    return Figure("figure-real", "On the real system", setup, heads, rows, [panel], notes, SHAREGPT)
+
+
+def figure_calibration(data: Data, tell: Tell) -> Figure:
+    """Simulated against real: prices fitted to one load, tried on another."""
+    ready, _ = make_ready()
+    lengths, num = lengths_of(data), max(int(60 * data.share), 16)
+    setup = setup_of(ready, "paged")
+    together = [replace(one, at_s=0.0) for one in random.Random(3).sample(lengths, num)]
+    _, measured = run_real(ready, setup, together, tell)
+    prices = fitted(measured)
+    rate = num / sum(measured.seconds)
+    panel, rows = Panel("", "", "simulated / real", kind="bars"), []
+    for name, pace in (("half of what it can", 0.5), ("as much as it can", 1.0), ("twice as much", 2.0)):
+        asked = poisson(lengths, rate * pace, num / (rate * pace), seed=5)
+        real, _ = run_real(ready, setup, asked, tell)
+        made = replace(setup, machine=prices)
+        record, tally = Record(), Tally()
+        cluster = Cluster(made.engine_settings(), [Worker(b"group-0", made.hello(0), prices, 0)], made.gate(), record)
+        cluster.run(submits(asked, made.decoding))
+        tally.add(cluster.snapshot())
+        simulated = outcome_of(record, tally)
+        for what, a, b in (
+            ("seconds until all are answered", real.seconds, simulated.seconds),
+            (
+                "mean normalized latency, ms/token",
+                1e3 * real.normalized_s["mean"],
+                1e3 * simulated.normalized_s["mean"],
+            ),
+            ("mean to the first token, s", real.first_s["mean"], simulated.first_s["mean"]),
+        ):
+            rows.append([name, what, f"{a:.2f}", f"{b:.2f}", differs(b, a)])
+        panel.names.append(name)
+        ratio = simulated.normalized_s["mean"] / real.normalized_s["mean"]
+        panel.lines.setdefault("normalized latency", ([], []))[1].append(ratio)
+    told = ", ".join(f"{name} {1e6 * getattr(prices, name):.3g} us" for name in FEATURES)
+    heads = ["load", "what", "real", "simulated", "off"]
+    setup_told = (
+        f"the bundled model on this CPU; a step's prices fitted to one load ({told}), others simulated with them"
+    )
+    return Figure("figure-calibration", "Simulated against real", setup_told, heads, rows, [panel], [], SHAREGPT)
+
+
+REAL: dict[str, Callable[[Data, Tell], Figure]] = {"real": figure_real, "calibration": figure_calibration}

@@ -8,7 +8,7 @@
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -209,7 +209,13 @@ def simulate(settings: SimulateSettings, tell: Callable[[int, int], None] | None
 
 
 def recommended(results: list[Result], within_percent: float) -> Result:
+    """Of runs that differ in the size of their blocks."""
+    chosen = recommended_size({result.case.block_size: result.outcome for result in results}, within_percent)
+    return next(result for result in results if result.case.block_size == chosen)
+
+
+def recommended_size(outcomes: Mapping[int, Outcome], within_percent: float) -> int:
     """The largest block whose latency is within so much of the best: fewer blocks are fewer names and moves."""
-    best_s = min(result.outcome.normalized_s["mean"] for result in results)
-    good = [r for r in results if r.outcome.normalized_s["mean"] <= best_s * (1 + within_percent / 100)]
-    return max(good, key=lambda result: result.case.block_size)
+    best_s = min(outcome.normalized_s["mean"] for outcome in outcomes.values())
+    most_s = best_s * (1 + within_percent / 100)
+    return max(size for size, outcome in outcomes.items() if outcome.normalized_s["mean"] <= most_s)

@@ -8,11 +8,13 @@ from random import Random
 
 import pytest
 
+from bench.paper_real import Measured, fitted
 from kilburn.controller import cli
 from kilburn.controller.capacity import cases, cluster_of, recommended, simulate
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Send, Submit
 from kilburn.controller.core.settings import EngineSettings
+from kilburn.controller.simulate.cluster import Cluster, Worker
 from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed, submits
 from kilburn.controller.simulate.devices import DEVICES, DeviceError, Reach, measured
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
@@ -20,7 +22,7 @@ from kilburn.controller.simulate.fake_worker import FakeWorker
 from kilburn.controller.simulate.metered import Metered, StepCosts
 from kilburn.controller.simulate.outcome import Outcome, outcome_of
 from kilburn.controller.simulate.quick import QuickWorker
-from kilburn.controller.simulate.record import Objectives, spread
+from kilburn.controller.simulate.record import Objectives, Record, spread
 from kilburn.controller.simulate.roofline import KNOWN_MODELS, Linear, Load, Roofline, known_shape
 from kilburn.controller.simulate.sizing import Run, Setup, Watch, run_all
 from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked
@@ -328,3 +330,34 @@ def test_requests_that_nobody_times_are_refused() -> None:
         with pytest.raises(SettingsError) as caught:
             load(SimulateSettings, ["opt-13b", *words], {}, "model")
         assert caught.value.problems[0].startswith(fault)
+
+
+def test_prices_are_found_again_in_steps_that_were_made_by_them() -> None:
+    """What the calibration fits: loads of a run, their seconds by known prices, each off by up to a twentieth."""
+    rng, prices = Random(1), Linear(4e-3, 3e-4, 2e-7, 8e-5, 3e-8)
+    loads: list[Load] = []
+    worker = Worker(b"group-0", SMALL.hello(0), Kept(prices, loads), 0)
+    cluster = Cluster(SMALL.engine_settings(), [worker], SMALL.gate(), Record(), steps_each=True)
+    cluster.run(submits(poisson(lengths(60), rate=100.0, seconds=1.0, seed=6), Decoding()))
+    seconds = [prices.seconds(one)[1] * rng.uniform(0.95, 1.05) for one in loads]
+    found = fitted(Measured(loads, seconds))
+    assert len(loads) > 200
+    predicted = [found.seconds(one)[1] for one in loads]
+    assert sum(predicted) == pytest.approx(sum(prices.seconds(one)[1] for one in loads), rel=0.02)
+    for seconds_of, one in zip(predicted, loads, strict=True):
+        assert seconds_of == pytest.approx(prices.seconds(one)[1], rel=0.1)
+    assert min(found.fixed_s, found.row_s, found.cell_s, found.token_s, found.pair_s) >= 0
+    # Where something costs nothing, noise makes it no price below nothing.
+    free = fitted(Measured(loads, [1e-3 * rng.uniform(0.9, 1.1) for _ in loads]))
+    assert min(free.fixed_s, free.row_s, free.cell_s, free.token_s, free.pair_s) >= 0
+
+
+class Kept:
+    """A machine that remembers what it was asked."""
+
+    def __init__(self, machine: Linear, loads: list[Load]) -> None:
+        self._machine, self._loads = machine, loads
+
+    def seconds(self, load: Load) -> tuple[float, float]:
+        self._loads.append(load)
+        return self._machine.seconds(load)
