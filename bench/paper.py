@@ -40,10 +40,12 @@ the paper left open. `make evidence DATA=folder` makes all of it again; `docs/ev
 
 **Simulated** figures run the engine that serves (`controller/core`) on a virtual clock. A step takes as long as a
 roofline says: the larger of operations over peak and bytes over bandwidth, for matrix products and for attention, of
-which these shares are reached: {reach}. The peaks are those of the makers' data sheets ({devices}). None of it was
-fitted to the paper. The baselines are gates before the same engine (`controller/simulate/gates.py`): a request waits
-until its reservation is there, placed by a buddy allocator; FasterTransformer-like is a batch at a time, with the
-reservations of Orca (Max). Scheduler, machine and load are the same for all.
+which these shares are assumed to be reached:
+{reach}.
+The peaks are those of the makers' data sheets ({devices}).
+None of it was fitted to the paper. The baselines are gates before the same engine (`controller/simulate/gates.py`): a
+request waits until its reservation is there, placed by a buddy allocator; FasterTransformer-like is a batch at a time,
+with the reservations of Orca (Max). Scheduler, machine and load are the same for all.
 
 Lengths are of the public samples named below, of which ShareGPT's mean is 175 in and 347 out (the paper's: 161, 338)
 and Alpaca's 20 and 69 (19, 58), counted as one token for four characters. Where a number is more than 15 % off the
