@@ -53,7 +53,8 @@ def figure_azure(data: Data, tell: Tell) -> Figure:
              "preempted", "tail waste %"]  # fmt: skip
     panel = Panel("", "", "p99 to the first token, s", kind="bars", names=[f"{n}\n{p}" for n, p in keys])
     panel.lines["p99"] = ([], [float(row[4]) for row in rows])
-    return Figure("figure-azure", "Recorded traffic: latencies", f"{ON}, blocks of 16", heads, rows, [panel], [],
+    setup = f"{ON}, blocks of 16; the first {15 * MINUTE_S * data.share:.0f} s of each"
+    return Figure("figure-azure", "Recorded traffic: latencies", setup, heads, rows, [panel], [],
                   ", ".join([*AZURE.values(), *CLIENTS]))  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def figure_links(data: Data, tell: Tell) -> Figure:
     lengths, seconds = data.lengths(SHAREGPT), 8 * MINUTE_S * data.share
     links, ways = (2e9, 8e9, 32e9, 200e9), (Preemption.RECOMPUTE, Preemption.SWAP, Preemption.AUTO)
     runs = [
-        poisson_run(linked(setup_of("opt-13b", preemption=way), link), lengths, 3.2, seconds)
+        poisson_run(linked(setup_of("opt-13b", preemption=way), link), lengths, 5.0, seconds)
         for link in links
         for way in ways
     ]
@@ -145,7 +146,7 @@ def figure_links(data: Data, tell: Tell) -> Figure:
         rows.append([f"{link / 1e9:g}", *(f"{1e3 * one.normalized_s['mean']:.1f}" for one in some),
                      f"{some[2].preempted_swap} / {some[2].preempted_recompute}"])  # fmt: skip
     heads = ["GB/s", "recompute, ms/token", "swap", "auto", "auto: swap / recompute"]
-    setup = f"OPT-13B at 3.2 requests/s, blocks of 16, a host pool as large as the device's, {seconds:.0f} s"
+    setup = f"OPT-13B at 5 requests/s, blocks of 16, a host pool as large as the device's, {seconds:.0f} s"
     return Figure("figure-links", "Adaptive preemption against fixed ways", setup, heads, rows, [panel], [], SHAREGPT)
 
 
@@ -154,8 +155,10 @@ def figure_fair(data: Data, tell: Tell) -> Figure:
     lengths, seconds = data.lengths(SHAREGPT), 8 * MINUTE_S * data.share
     decoding = Decoding(heavy_percent=80)
     orders = {"arrival": False, "shares (--fair)": True}
-    runs = [poisson_run(setup_of("opt-13b", decoding=decoding, is_fair=is_fair, max_rows=32), lengths, 3.5, seconds)
-            for is_fair in orders.values()]  # fmt: skip
+    runs = [
+        poisson_run(setup_of("opt-13b", decoding=decoding, is_fair=is_fair, max_rows=32), lengths, 6.0, seconds)
+        for is_fair in orders.values()
+    ]
     rows, panel = [], Panel("", "", "mean normalized latency, s/token", kind="bars")
     for name, (record, _) in zip(orders, run_all(runs, data.jobs, tell), strict=True):
         means = {}
@@ -166,7 +169,7 @@ def figure_fair(data: Data, tell: Tell) -> Figure:
             panel.lines.setdefault("mean", ([], []))[1].append(means[tenant])
         rows.append([name, f"{1e3 * means[b'light']:.0f}", f"{1e3 * means[b'heavy']:.0f}", f"{record.last_end_s:.0f}"])
     heads = ["order", "the light tenant, ms/token", "the heavy one", "seconds until all are answered"]
-    setup = f"OPT-13B at 3.5 requests/s, 32 rows, {seconds:.0f} s; 80 % of the requests are one tenant's"
+    setup = f"OPT-13B at 6 requests/s, 32 rows, {seconds:.0f} s; 80 % of the requests are one tenant's"
     return Figure("figure-fair", "Order of arrival against shares", setup, heads, rows, [panel], [], SHAREGPT)
 
 
