@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
+from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
 from kilburn.controller.calls.forms import FORMS
@@ -29,7 +30,7 @@ from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.driver import Driver, drain
 from kilburn.controller.grammars import Bounds, GrammarDoor
 from kilburn.controller.link import ControllerLink
-from kilburn.controller.listening import EVERYWHERE, keyring_for, listen, runner_of, stop_signals
+from kilburn.controller.listening import EVERYWHERE, keyring_for, listen, runner_of, stop_signals, tls_of
 from kilburn.controller.metrics import Metrics, Sources
 from kilburn.controller.page.feed import Feed
 from kilburn.controller.page.picture import Picture, Rates, Totals
@@ -164,6 +165,7 @@ async def running_controller(
     `exporter`: where spans go, in place of `trace_to`.
     """
     keyring = keyring_for(settings.host, settings.api_key_file)
+    tls = tls_of(settings.tls_certificate, settings.tls_key)
     # Threads of the tokenizers library would take the cores that a worker on this machine computes with.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -195,14 +197,14 @@ async def running_controller(
         retire=driver.retire,
         limits={name: getattr(settings, name) for name in LIMITS},
     )
-    app = application(service, keyring, settings.max_body)
+    app = application(service, keyring, settings.max_body, Origins(settings.cors_origins))
     runner = runner_of(app, settings.max_url, settings.max_header)
     alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:
         registry.start()
         await link.start()
         await runner.setup()
-        address = await listen(runner, settings.host, settings.port)
+        address = await listen(runner, settings.host, settings.port, tls)
         _announce(registry, settings, driver, address)
         yield Running(address, link.endpoint, model_name, driver, app, service.feed)
     finally:

@@ -8,6 +8,7 @@ One key a line (or, in an environment variable, between commas):
     prometheus:sk-...:metrics   who may read /metrics and nothing else
     alice:sha256$5e88...:admin  the same, if the key itself shall not be written down
     alice:sk-...:weight=3       and her share of the tokens, where --fair gives shares; 1 where none is written
+    alice:sk-...:rpm=60:tpm=90000:at-once=4    and what this key may use (quota.py); any amount where none is written
 
 Only SHA-256 digests are kept. Every key is compared in constant time and all of them always, so that the time of an
 answer tells nothing about a key or its place. What this file does not know: routes and headers (api/guard.py).
@@ -17,9 +18,11 @@ import hashlib
 import hmac
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+
+from kilburn.controller.quota import ANY, Allowance
 
 LEAST_CHARS = 8
 
@@ -43,6 +46,8 @@ class Tenant:
     name: str
     role: Role = Role.USER
     weight: float = 1.0
+    allowance: Allowance = ANY
+    key_id: bytes = field(default=b"", repr=False, compare=False)  # whose allowance it is: a key's, not a tenant's
 
     @property
     def is_admin(self) -> bool:
@@ -96,9 +101,15 @@ def _entries(lines: Iterable[str], where: str) -> list[tuple[bytes, Tenant]]:
 
 
 def _entry(line: str, where: str) -> tuple[bytes, Tenant]:
-    parts, weight = line.split(":"), 1.0
-    if len(parts) > 2 and parts[-1].startswith("weight="):
-        weight = _weight(parts.pop().removeprefix("weight="), where)
+    parts, weight, amounts = line.split(":"), 1.0, dict[str, int]()
+    while len(parts) > 2 and "=" in parts[-1]:
+        word, _, text = parts.pop().partition("=")
+        if word == "weight":
+            weight = _weight(text, where)
+        elif word in _AMOUNTS:
+            amounts[_AMOUNTS[word]] = _amount(word, text, where)
+        else:
+            raise KeyFault(f"{where}: after a key may come weight=, {'=, '.join(_AMOUNTS)}=")
     match parts:
         case [key]:
             name, role = "default", Role.USER
@@ -108,17 +119,29 @@ def _entry(line: str, where: str) -> tuple[bytes, Tenant]:
             role = Role(word)
         case _:
             raise KeyFault(
-                f"{where} must be KEY, TENANT:KEY, TENANT:KEY:admin or NAME:KEY:metrics, and :weight=N perhaps"
+                f"{where} must be KEY, TENANT:KEY, TENANT:KEY:admin or NAME:KEY:metrics, "
+                "and :weight=N or :rpm=N perhaps"
             )
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
         raise KeyFault(f"{where}: a tenant's name has 1 to 64 letters, digits, '.', '_' or '-'")
     if key.startswith("sha256$"):
         if not re.fullmatch(r"[0-9a-f]{64}", key[7:]):
             raise KeyFault(f"{where}: after sha256$ come 64 hexadecimal digits")
-        return bytes.fromhex(key[7:]), Tenant(name, role, weight)
+        digest = bytes.fromhex(key[7:])
+        return digest, Tenant(name, role, weight, Allowance(**amounts), digest)
     if len(key) < LEAST_CHARS or any(char.isspace() for char in key):
         raise KeyFault(f"{where}: a key has at least {LEAST_CHARS} characters and no blanks")
-    return hashlib.sha256(key.encode()).digest(), Tenant(name, role, weight)
+    digest = hashlib.sha256(key.encode()).digest()
+    return digest, Tenant(name, role, weight, Allowance(**amounts), digest)
+
+
+_AMOUNTS = {"at-once": "at_once", "rpm": "requests_per_minute", "tpm": "tokens_per_minute"}  # word of a line: field
+
+
+def _amount(word: str, text: str, where: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,11}", text):
+        raise KeyFault(f"{where}: {word} is a whole number above 0, such as {word}=60")
+    return int(text)
 
 
 def _weight(text: str, where: str) -> float:

@@ -6,6 +6,7 @@ Beyond loopback API keys are needed; without them only this machine is answered 
 import asyncio
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -46,15 +47,38 @@ def runner_of(app: web.Application, max_url: int, max_header: int) -> web.AppRun
     )
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> str:
+def tls_of(certificate: str, key: str) -> ssl.SSLContext | None:
+    """What the door speaks; None: plain HTTP. Raises SettingError."""
+    if not certificate:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key, password=_no_password)
+    except ssl.SSLError as error:
+        raise SettingError(
+            f"--tls-certificate {certificate}: no certificate, or --tls-key {key} is not its key (both in PEM form)"
+        ) from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise SettingError(f"--tls-certificate {certificate}, --tls-key {key}: cannot be read ({why})") from error
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted, and nobody is here to be asked for its password")
+
+
+async def listen(runner: web.AppRunner, host: str, port: int, tls: ssl.SSLContext | None = None) -> str:
     """The address that is listened at. Raises SettingError."""
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
     except OSError as error:
         raise SettingError(
             f"--port {port}: cannot listen on {host}:{port} ({error.strerror}); give another --port, or 0 for any"
         ) from error
-    return f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
 
 
 @contextmanager

@@ -15,6 +15,7 @@ behind it (`run_controller`, `python -m kilburn.worker`) is given that folder. Z
 me" wherever the help says so.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -72,6 +73,8 @@ REVISION = "of a hub id: branch, tag or commit; empty: main"
 DTYPES = Choice(
     ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 )
+TLS_CERTIFICATE = "certificate (PEM, with its chain) of the REST API, which is then https; empty: it is http"
+TLS_KEY = "its private key (PEM)"
 MAX_BODY = "largest request body"
 MAX_HEADER = "largest header of a request"
 MAX_URL = "longest first line of a request, with its URL"
@@ -79,6 +82,11 @@ QUANTIZATIONS = Choice(("none", "int8"))
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
+
+
+def _tls_faults(certificate: str, key: str) -> Iterable[tuple[str, str]]:
+    if bool(certificate) != bool(key):
+        yield "tls_certificate", "a certificate and its key go together; give both --tls-certificate and --tls-key"
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class ControllerSettings(Settings):
     host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
     port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
     api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
+    tls_certificate: str = setting("", Text("FILE"), TLS_CERTIFICATE)
+    tls_key: str = setting("", Text("FILE"), TLS_KEY)
+    cors_origins: str = setting(
+        "", Text("ORIGIN,ORIGIN"), "pages that a browser may let ask here, as https://chat.example, or *; empty: none"
+    )
     bind: str = setting(
         DEFAULT_ENDPOINT, Text("ENDPOINT"), "where workers connect; beyond loopback it wants curve_keys"
     )
@@ -185,6 +198,10 @@ class ControllerSettings(Settings):
         yield from super().faults()
         if self.silence_seconds < 2 * self.beat_seconds:
             yield "silence_seconds", f"must be at least twice beat_seconds; give {2 * self.beat_seconds:g}s or more"
+        yield from _tls_faults(self.tls_certificate, self.tls_key)
+        origins = [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
+        if not all(re.fullmatch(r"\*|https?://[^/\s]+/?", origin) for origin in origins):
+            yield "cors_origins", "must be origins without a path, as https://chat.example,http://localhost:3000, or *"
         if self.advertise and not self.advertise.startswith(("http://", "https://")):
             yield "advertise", "must be an address of the REST API, as http://10.0.0.7:8000"
 
@@ -280,6 +297,8 @@ class GatewaySettings(Settings):
     host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
     port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
     api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
+    tls_certificate: str = setting("", Text("FILE"), TLS_CERTIFICATE)
+    tls_key: str = setting("", Text("FILE"), TLS_KEY)
     controllers: str = setting("", Text("URL,URL"), "REST APIs of controllers, beside those that the registry knows")
     redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
     server_key_file: str = setting(
@@ -297,6 +316,7 @@ class GatewaySettings(Settings):
 
     def faults(self) -> Iterable[tuple[str, str]]:
         yield from super().faults()
+        yield from _tls_faults(self.tls_certificate, self.tls_key)
         if not self.controllers and not self.redis:
             yield "controllers", "there is nobody to send requests to; give --controllers, or --redis"
         if not all(url.strip().startswith(("http://", "https://")) for url in self.controllers.split(",") if url):

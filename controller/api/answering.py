@@ -21,6 +21,7 @@ from kilburn.controller.api.errors import ApiError, bad_request, failure, refusa
 from kilburn.controller.api.guard import TENANT
 from kilburn.controller.api.layout import Layout, to_json
 from kilburn.controller.api.messages import chat_ids, chat_prompt
+from kilburn.controller.api.metering import charge
 from kilburn.controller.api.schema import ChatRequest
 from kilburn.controller.api.service import Service
 from kilburn.controller.api.sse import KEEP_ALIVE, EventStream
@@ -81,6 +82,7 @@ class Answering:
         try:
             if answer.refused is not None:
                 raise refusal(answer.refused)
+            charge(request, answer.num_prompt_tokens)
             if is_stream:
                 return await self._stream(request, answer, layout)
             deltas = await answer.whole()
@@ -94,6 +96,7 @@ class Answering:
                 body = to_json(layout.whole(answer, answer.best(deltas)))
             return web.Response(text=body, content_type="application/json", headers=headers)
         finally:
+            charge(request, answer.num_tokens)
             streams.leave(answer)
 
     def _timings(self, layout: Layout) -> Timings:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.errors import ApiError, Handler
 from kilburn.controller.auth import ANYONE, Keyring, Role, Tenant
 
@@ -38,9 +39,10 @@ _ROLES = {
 class Guard:
     """Lets through whom the keyring knows. `access` maps handlers to who may use them."""
 
-    def __init__(self, keyring: Keyring, access: dict[Handler, Access]) -> None:
+    def __init__(self, keyring: Keyring, access: dict[Handler, Access], origins: Origins | None = None) -> None:
         self._keyring = keyring
         self._access = access
+        self._origins = origins or Origins("")
 
     def admit(self, request: web.Request) -> Tenant:
         """Who asks. Raises ApiError."""
@@ -48,7 +50,7 @@ class Guard:
         if access is Access.OPEN:
             return ANYONE
         if self._keyring.is_empty:
-            if not is_from_here(request):
+            if not is_from_here(request, self._origins):
                 raise ApiError(
                     403,
                     "without API keys this server answers to loopback names only, and to no page of another address: "
@@ -89,10 +91,11 @@ def _closed(access: Access, tenant: Tenant) -> str:
     return "this route is for admin keys"
 
 
-def is_from_here(request: web.Request) -> bool:
+def is_from_here(request: web.Request, origins: Origins) -> bool:
     """Whether the one who asks said a loopback name, and no browser says that a page of elsewhere had it ask."""
     origin = request.headers.get("Origin", "http://localhost")
-    return is_loopback(origin) and is_loopback("//" + request.headers.get("Host", "localhost"))
+    is_ours = is_loopback(origin) or origins.allow(origin)
+    return is_ours and is_loopback("//" + request.headers.get("Host", "localhost"))
 
 
 def is_loopback(url: str) -> bool:

@@ -59,6 +59,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/detokenize"): Operation("Token ids as text.", DetokenizeRequest, ("prompt",)),
     ("GET", "/metrics"): Operation("Figures, for Prometheus.", kind="text/plain"),
     ("GET", "/debug/requests/{id}"): Operation("What happened to a request; for admin keys.", answer=("requests",)),
+    ("GET", "/admin/groups"): Operation("The groups of workers; for admin keys."),
+    ("POST", "/admin/groups/{name}/drain"): Operation("One of them takes no new requests and leaves; for admin keys."),
     ("GET", "/health"): Operation("Can tokens be produced now?", answer=("status",), is_open=True),
     ("GET", "/ready"): Operation("Would a request be admitted now?", answer=("status",), is_open=True),
     ("GET", "/live"): Operation("Is the process of use?", answer=("status",), is_open=True),

@@ -6,6 +6,7 @@ What this file does not know: the engine, keys, how errors look.
 """
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 
 from aiohttp import web
@@ -14,11 +15,13 @@ from kilburn.controller.api import openapi
 from kilburn.controller.api.answering import REQUEST_ID, Answering
 from kilburn.controller.api.anthropic_routes import AnthropicRoutes
 from kilburn.controller.api.asking import completion_asks
+from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.errors import ApiError, Handler, bad_request, counting, every_error
 from kilburn.controller.api.groups import GroupRoutes
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.layout import ChatLayout, CompletionLayout, Shown, to_json
 from kilburn.controller.api.malformed import SERVER_NAME
+from kilburn.controller.api.metering import metering
 from kilburn.controller.api.prefixes import PrefixRoutes
 from kilburn.controller.api.responses_routes import ResponsesRoutes
 from kilburn.controller.api.schema import ChatRequest, Choosing, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -26,6 +29,7 @@ from kilburn.controller.api.service import Service, warning_of
 from kilburn.controller.auth import Keyring
 from kilburn.controller.metrics import CONTENT_TYPE
 from kilburn.controller.page.routes import PageRoutes
+from kilburn.controller.quota import Meters
 from kilburn.controller.telling import as_data
 from kilburn.controller.text import ChatOptions
 
@@ -78,7 +82,9 @@ class Routes:
     # --- about the model
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._model()]}, dumps=to_json)
+        name = self._service.model_name
+        page = {"has_more": False, "first_id": name, "last_id": name}  # Anthropic's clients read these
+        return web.json_response({"object": "list", "data": [self._model()], **page}, dumps=to_json)
 
     async def model(self, request: web.Request) -> web.Response:
         self._service.check_model(request.match_info["model"])
@@ -87,7 +93,9 @@ class Routes:
     def _model(self) -> dict[str, object]:
         service = self._service
         about = {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "kilburn"}
-        return {**about, "max_model_len": service.max_len()}
+        created_at = datetime.fromtimestamp(service.created, UTC).isoformat()
+        anthropics = {"type": "model", "display_name": service.model_name, "created_at": created_at}
+        return {**about, "max_model_len": service.max_len(), **anthropics}
 
     async def tokenize(self, request: web.Request) -> web.Response:
         service = self._service
@@ -157,7 +165,7 @@ def _told(reason: str | None) -> web.Response:
     return web.json_response({"status": "unavailable", "reason": reason}, status=503)
 
 
-def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.Application:
+def application(service: Service, keyring: Keyring, max_body_bytes: int, origins: Origins) -> web.Application:
     """All routes behind the guard. Served with handler_cancellation, or blocks of clients that left stay taken."""
     routes = Routes(service)
     anthropic = AnthropicRoutes(service)
@@ -191,12 +199,18 @@ def application(service: Service, keyring: Keyring, max_body_bytes: int) -> web.
         ("GET", "/live", routes.live, Access.OPEN),
         *page.table(),
     ]
-    guard = Guard(keyring, {handler: access for _, _, handler, access in table})
-    middlewares = [every_error, counting(service.streams.counts.refusal), guard.middleware()]
+    guard = Guard(keyring, {handler: access for _, _, handler, access in table}, origins)
+    counted = counting(service.streams.counts.refusal)
+    middlewares = [origins.middleware(), every_error, counted, guard.middleware(), metering(Meters())]
     app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     for method, path, handler, _ in table:
         app.router.add_route(method, path, handler)
     app.on_response_prepare.append(_sign)
+
+    async def sign_for_page(request: web.Request, response: web.StreamResponse) -> None:
+        origins.sign(request, response)
+
+    app.on_response_prepare.append(sign_for_page)
     app.on_shutdown.append(page.close)
     return app
 

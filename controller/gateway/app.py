@@ -23,7 +23,7 @@ from kilburn.controller.gateway.fleet import Fleet
 from kilburn.controller.gateway.forward import Forwarder
 from kilburn.controller.gateway.metrics import GatewayMetrics, GatewaySources
 from kilburn.controller.gateway.prompts import Prompts
-from kilburn.controller.listening import keyring_for, listen, runner_of, stop_signals
+from kilburn.controller.listening import keyring_for, listen, runner_of, stop_signals, tls_of
 from kilburn.controller.registry_opening import registry_for, salts_for
 from kilburn.controller.text import TextError, read_folder
 from kilburn.shared.config import GatewaySettings
@@ -51,6 +51,7 @@ class RunningGateway:
 async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGateway]:
     """A gateway for as long as the block lasts. `model` is a folder here. Raises SettingError."""
     keyring = keyring_for(settings.host, settings.api_key_file)
+    tls = tls_of(settings.tls_certificate, settings.tls_key)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder = Path(settings.model)
     try:
@@ -79,7 +80,7 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
             registry.start()
             fleet.start()
             await runner.setup()
-            yield RunningGateway(await listen(runner, settings.host, settings.port), door)
+            yield RunningGateway(await listen(runner, settings.host, settings.port, tls), door)
         finally:
             await runner.cleanup()
             await fleet.close()

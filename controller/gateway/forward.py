@@ -31,7 +31,7 @@ ASKED = (
 )
 TOLD = (
     *("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id", "X-Kilburn-Requests", "X-Accel-Buffering"),
-    *("WWW-Authenticate", "Allow"),
+    *("WWW-Authenticate", "Allow", "Warning", "Server-Timing"),
 )
 
 

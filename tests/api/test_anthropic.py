@@ -47,6 +47,7 @@ async def test_their_client_whole_and_streamed(tmp_path: Path) -> None:
         assert (final.stop_reason, seen.output_tokens) == ("max_tokens", 9)
         counted = await client.messages.count_tokens(model="toy", messages=HELLO, system="Be brief.")
         assert counted.input_tokens == whole.usage.input_tokens
+        assert [(model.id, model.type) async for model in client.models.list()] == [("toy", "model")]
 
 
 async def test_why_an_answer_ended(tmp_path: Path) -> None:
