@@ -31,6 +31,7 @@ from kilburn.worker.kv_cache import KVCache
 from kilburn.worker.link import WorkerLink
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import ModelConfig
+from kilburn.worker.parallel import Part, Ranks
 from kilburn.worker.start import make_ready
 from tests.worker.tiny_models import make_tiny
 from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, admit, layout, oracle, toy_executor
@@ -38,6 +39,7 @@ from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, admit, layout, oracle, to
 GREEDY = Sampling(temperature=0.0)
 SOON = Patience(poll_s=0.02, hello_s=30.0, gone_s=0.5, first_wait_s=0.02, last_wait_s=0.1)
 HELLO = m.Hello("worker-0", b"\1" * 32, layout(4), 64, 32, 8, 128, MAX_LEN, VOCAB)
+ALONE = Part()
 
 
 class Controller:
@@ -83,11 +85,14 @@ class Controller:
 class Life:
     """A daemon in a thread."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, part: Part) -> None:
         self.model = ToyModel()
         self.stop = threading.Event()
         self.link = WorkerLink(endpoint, "worker-0")
-        self.daemon = Daemon(HELLO, toy_executor(self.model), self.link, self.stop, SOON)
+        executor = toy_executor(self.model)
+        executor.runner.ranks = Ranks(part)
+        hello = replace(HELLO, rank=part.rank, world=part.world)
+        self.daemon = Daemon(hello, executor, self.link, self.stop, SOON)
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -104,9 +109,9 @@ class Life:
 
 
 @contextmanager
-def controlled() -> Iterator[tuple[Controller, Life]]:
+def controlled(part: Part = ALONE) -> Iterator[tuple[Controller, Life]]:
     controller = Controller()
-    life = Life(controller.endpoint)
+    life = Life(controller.endpoint, part)
     try:
         yield controller, life
     finally:
@@ -133,6 +138,28 @@ def test_plans_sent_ahead_run_in_order_and_feed_themselves() -> None:
         assert [(r.lease, r.step) for r in results] == [(7, step) for step in range(1, 6)]
         assert [token for r in results for token in r.tokens] == oracle(life.model, PROMPT, GREEDY, 5)
         assert all(r.timings.forward_s > 0 for r in results)
+
+
+def test_a_rank_that_meets_nobody_says_so_and_asks_for_another_lease() -> None:
+    with controlled(Part(1, 2)) as (controller, _):
+        assert controller.welcomed(lease=7).rank == 1
+        failed = controller.heard()
+        assert isinstance(failed, m.StepFailed)
+        assert (failed.lease, failed.step) == (7, 0)
+        assert "the ranks did not meet: the controller names no place" in failed.reason
+        controller.say(m.Gone(7, failed.reason))
+        assert isinstance(controller.heard(), m.Hello)
+
+
+def test_rank_0_opens_another_place_for_each_lease() -> None:
+    with controlled(Part(0, 2)) as (controller, _):
+        places = set()
+        for lease in (7, 8):
+            places.add(controller.welcomed(lease).rendezvous)  # the Welcome names none
+            assert isinstance(controller.heard(), m.StepFailed)
+            controller.say(m.Gone(lease, "nobody met"))
+        assert len(places) == 2
+        assert all(place.startswith("127.0.0.1:") for place in places)
 
 
 def test_a_plan_of_another_lease_is_dropped() -> None:
