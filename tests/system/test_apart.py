@@ -123,7 +123,7 @@ def text_of(tokens: list[int], address: str) -> str:
 
 
 @contextmanager
-def apart(folder: Path, keys: list[str]) -> Iterator[tuple[str, Tap]]:
+def apart(folder: Path, keys: list[str], num_ranks: int = 1) -> Iterator[tuple[str, Tap]]:
     """The address of a controller whose worker is connected through a tap."""
     model = str(make_tiny(folder / "tiny", "llama"))
     rest, wire = free_port(), free_port()
@@ -136,6 +136,7 @@ def apart(folder: Path, keys: list[str]) -> Iterator[tuple[str, Tap]]:
         tap = Tap(wire)
         stack.callback(tap.close)
         words = ["worker", model, f"--connect=tcp://127.0.0.1:{tap.port}", "--name=far", *TINY_FLAGS, *keys]
+        words.append(f"--tp={num_ranks}")
         worker = stack.enter_context(started(folder / "worker.log", *words))
         assert controller.pid != worker.pid
         yield address, tap
@@ -163,7 +164,8 @@ def test_with_keys_the_line_tells_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "keys"
     made = subprocess.run([*CLI, "keys", "new", str(folder), "far"], capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
-    with apart(tmp_path, [f"--curve-keys={folder}"]) as (address, tap):
+    # Two ranks, each with a line and with the keys of its group.
+    with apart(tmp_path, [f"--curve-keys={folder}"], num_ranks=2) as (address, tap):
         assert answer(address, tmp_path / "worker.log")
         for kept in (bytes(tap.to_worker), bytes(tap.to_controller)):
             assert b"CURVE" in kept[:GREETING_BYTES]
