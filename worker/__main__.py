@@ -82,7 +82,8 @@ def serve_profiled(settings: WorkerSettings, ready: "Ready", link: WorkerLink, s
     from kilburn.worker.profiling import ProfiledSteps
 
     asked = threading.Event()
-    steps = ProfiledSteps(ready.executor, settings.profile, settings.name, settings.profile_steps, asked)
+    name = f"{settings.name}-rank{settings.rank}" if settings.tp > 1 else settings.name
+    steps = ProfiledSteps(ready.executor, settings.profile, name, settings.profile_steps, asked)
     signal.signal(signal.SIGUSR2, lambda *_: asked.set())
     say(f"ready: {settings.name} connects to {settings.connect}, traces of steps go to {settings.profile}")
     try:

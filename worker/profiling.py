@@ -37,6 +37,12 @@ class ProfiledSteps:
             raise SettingsError([f"--profile {folder}: {error.strerror}; name a folder that may be written"]) from error
         asked.set()
 
+    def place(self) -> str:
+        return self._executor.place()
+
+    def begin(self, rendezvous: str, step_s: float) -> None:
+        self._executor.begin(rendezvous, step_s)
+
     def run(self, plan: StepPlan, idle_s: float = 0.0) -> StepResult:
         if self._profile is None and self._asked.is_set():
             self._begin(plan)
