@@ -145,8 +145,8 @@ class OptModel:
             h = layer.attn_norm(x) if self._norm_first else x
             q, k, v = [part.view(heads) for part in layer.qkv(h).chunk(3, dim=-1)]
             kernels.kv_write(q, k, v, kv, batch, None, scale)
-            attended = kernels.paged_attention(q, kv, batch, self._scale, scales=scale)
-            x = x + ranks.sum(layer.out(attended.flatten(1)))
+            # Without a name for what attention gave: it is not to live on beside the MLP.
+            x = x + ranks.sum(layer.out(kernels.paged_attention(q, kv, batch, self._scale, scales=scale).flatten(1)))
             x = x if self._norm_first else layer.attn_norm(x)
             h = layer.mlp_norm(x) if self._norm_first else x
             x = x + ranks.sum(layer.fc2(self._activation(layer.fc1(h))))
