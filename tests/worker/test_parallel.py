@@ -171,23 +171,23 @@ def test_a_split_that_does_not_divide_is_refused_with_those_that_do(
         make_ready(loaded_with(folder(kind), world, 0))
 
 
-def test_static_scales_are_those_of_one_rank_cut_by_heads(
-    folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_static_scales_are_those_of_one_rank_cut_by_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are measured by whoever holds the whole model, and kept; without that several ranks ask for it."""
     monkeypatch.setenv("KILBURN_CACHE", str(tmp_path))
-    settings: dict[str, Any] = {"kv_dtype": "int8", "kv_scales": "static"}
+    settings: dict[str, Any] = {"kv_dtype": "int8", "kv_scales": "static", "max_len": 32}
+    short = make_tiny(tmp_path / "model", "qwen3", with_tokenizer=False, overrides={"max_position_embeddings": 32})
     with pytest.raises(SettingsError, match="--tp 1"):
-        make_ready(loaded_with(folder("qwen3"), 2, 0, **settings))
-    whole = make_ready(loaded_with(folder("qwen3"), 1, 0, **settings))
-    for world, rank, head in ((2, 1, 1), (4, 1, 0), (4, 2, 1)):
-        part = make_ready(loaded_with(folder("qwen3"), world, rank, **settings))
+        make_ready(loaded_with(short, 2, 0, **settings))
+    whole = make_ready(loaded_with(short, 1, 0, **settings))
+    for world, rank, head in ((2, 1, 1), (4, 2, 1)):
+        part = make_ready(loaded_with(short, world, rank, **settings))
         assert part.hello.model_digest == whole.hello.model_digest
         scales, all_scales = part.executor.runner.cache.scales, whole.executor.runner.cache.scales
         assert scales is not None
         assert all_scales is not None
         assert all((one == other[:, [head]]).all() for one, other in zip(scales, all_scales, strict=True))
-    assert make_ready(loaded_with(folder("qwen3"), 2, 0, kv_dtype="int8")).hello.layout.scale_bytes > 0
+    settings["kv_scales"] = "auto"
+    assert make_ready(loaded_with(short, 2, 0, **settings)).hello.layout.scale_bytes > 0
 
 
 # --- where they meet
