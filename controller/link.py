@@ -97,7 +97,6 @@ class ControllerLink:
         self._allow_list: AllowList | None = None
         self._watch: LinkWatch | None = None
         self._fd: int | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
         self._asking: asyncio.TimerHandle | None = None  # a connection ended
 
     @property
@@ -118,7 +117,7 @@ class ControllerLink:
             self._allow_list = AllowList(self._context, self._keys.allowed)
         self._socket = self._context.socket(zmq.ROUTER)
         self._set_options(self._socket)
-        self._watch = LinkWatch(self._socket, self.counters.handshakes)
+        self._watch = LinkWatch(self._socket, self.counters.handshakes, self._overheard)
         try:
             self._socket.bind(self.endpoint)
         except zmq.ZMQError as error:
@@ -129,9 +128,6 @@ class ControllerLink:
             os.chmod(self.endpoint.removeprefix("ipc://"), 0o600)  # connecting takes the right to write
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._look)
-        self._monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
-        self._loop.add_reader(int(self._monitor.getsockopt(zmq.FD)), self._overhear)
-        self._overhear()  # its descriptor is signalled on changes from here on
         self._book()
 
     def _set_options(self, socket: "zmq.Socket[bytes]") -> None:
@@ -160,10 +156,6 @@ class ControllerLink:
         socket, self._socket = self._socket, None
         if self._asking is not None:
             self._asking.cancel()
-        if socket is not None and self._monitor is not None:
-            self._loop.remove_reader(int(self._monitor.getsockopt(zmq.FD)))
-            socket.disable_monitor()
-            self._monitor.close(linger=0)
         if socket is not None:
             if self._fd is not None:
                 self._loop.remove_reader(self._fd)
@@ -208,16 +200,9 @@ class ControllerLink:
 
     # --- inwards
 
-    def _overhear(self) -> None:
+    def _overheard(self) -> None:
         """A connection ended. Asked a little later: the socket learns of it after its monitor."""
-        has_ended = False
-        while self._monitor is not None and not self._monitor.closed:
-            try:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            has_ended = True
-        if has_ended and self._known and self._asking is None:
+        if self._known and self._asking is None:
             self._asking = self._loop.call_later(_LEARNS_S, self._ask)
 
     def _ask(self) -> None:

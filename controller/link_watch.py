@@ -8,6 +8,7 @@ Connections that end later (a peer that went away, a frame beyond the limit) are
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -32,10 +33,10 @@ class HandshakeCounters:
 
 
 class LinkWatch:
-    """Counts what a socket's monitor tells, on the running loop."""
+    """Counts what a socket's monitor tells, on the running loop. A socket has one monitor, so this is the only one."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", counters: HandshakeCounters) -> None:
-        self._counters = counters
+    def __init__(self, socket: "zmq.Socket[bytes]", counters: HandshakeCounters, on_ended: Callable[[], None]) -> None:
+        self._counters, self._on_ended = counters, on_ended
         self._socket, self._monitor = socket, socket.get_monitor_socket(_WATCHED)
         self._fd = int(self._monitor.getsockopt(zmq.FD))
         self._loop = asyncio.get_running_loop()
@@ -65,3 +66,4 @@ class LinkWatch:
             self._counters.succeeded += 1
         elif event == zmq.Event.DISCONNECTED:
             self._counters.ended += 1
+            self._on_ended()

@@ -186,4 +186,4 @@ async def test_wider_than_the_worker_is_refused_with_the_width_that_it_has(tmp_p
             assert "at most 8" in error["error"]["message"]
         status, error = await world.post("/v1/completions", {"prompt": "x", "n": 17})
         assert (status, error["error"]["param"]) == (400, "n")
-        assert "at most 16" in error["error"]["message"]
+        assert "[1, 16]" in error["error"]["message"]
