@@ -115,11 +115,16 @@ MUTANTS = [
         ),
     ),
     one("digest without salt", "prefix_index.py", 'salt.value if i == salt.after // block_size else b""', 'b""'),
-    one(
+    Mutant(
         "a hit covers the newest token",
-        "prefix_index.py",
-        "end = (len(tokens) - 1) // self._block_size",
-        "end = len(tokens) // self._block_size",
+        (
+            (
+                "prefix_index.py",
+                "end = (len(tokens) - 1) // self._block_size",
+                "end = len(tokens) // self._block_size",
+            ),
+            ("sequence.py", "return end - 1", "return end"),
+        ),
     ),
     one(
         "what is to be scored is hit",

@@ -120,9 +120,10 @@ def test_plain_and_packed_products_are_equal() -> None:
     x = torch.randn(5, 32, generator=rng)
     expected = torch.cat([x @ w.T + b for w, b in zip(weights, biases, strict=True)], dim=1)
     joined, bias = torch.cat(weights), torch.cat(biases)
-    assert layers.packs(CPU, torch.float32), "this build of torch has no oneDNN: linear layers would be slow"
+    form = layers.Form(CPU, torch.float32)
+    assert layers.packs(form), "this build of torch has no oneDNN: linear layers would be slow"
     forms = [layers.PlainLinear(joined, bias), layers.PackedLinear(joined, bias)]
-    for product in (*forms, layers.merged(weights, list(biases), CPU, torch.float32)):
+    for product in (*forms, layers.merged(weights, list(biases), form)):
         torch.testing.assert_close(product(x), expected)
 
 
