@@ -46,10 +46,9 @@ def test_a_kernel_made_to_spill_is_a_fault() -> None:
     assert all(line.endswith("FAULT: spills") for line in lines), done.stdout
 
 
-def test_the_oldest_triton_compiles_every_kernel_and_row_of_the_table() -> None:
-    """Its options are left to the newer one, and to `aot.py --all` by hand: a minute of work."""
+def test_the_oldest_triton_compiles_all_of_it_too() -> None:
     assert OLDEST.exists(), f"no {OLDEST}; `make test` makes it, or: make .venv-triton36/.installed"
-    check_all(said(OLDEST, AOT, "--tuned"), "3.6.")
+    check_all(said(OLDEST, AOT, "--all"), "3.6.")
 
 
 def test_the_oldest_triton_means_the_same() -> None:
