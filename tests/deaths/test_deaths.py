@@ -23,7 +23,7 @@ import pytest
 
 from kilburn.controller.app import Running, running_controller
 from kilburn.shared.config import ControllerSettings
-from tests.system.mortal import NUM_MORTAL, PHASES
+from tests.deaths.mortal import NUM_MORTAL, PHASES
 from tests.worker.tiny_models import make_tiny
 
 HERE = Path(__file__).parent

@@ -1,6 +1,6 @@
 """Workers that die by SIGKILL at a drawn place of a drawn step, life after life.
 
-    python tests/system/mortal.py FOLDER_OF_NOTES SEED FLAGS...        FLAGS as of `python -m kilburn.worker`
+    python tests/deaths/mortal.py FOLDER_OF_NOTES SEED FLAGS...        FLAGS as of `python -m kilburn.worker`
 
 This process imports what computes, once, and forks a worker for each life, so that a life begins in a moment. Each of
 the first NUM_MORTAL lives is drawn from the seed: in which of PHASES it ends, each as often as any other, and how many
