@@ -42,19 +42,19 @@ class Operation:
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation("A text is gone on with.", CompletionRequest, ("id", "choices", "usage")),
+    ("POST", "/v1/completions"): Operation("Continues a text.", CompletionRequest, ("id", "choices", "usage")),
     ("POST", "/v1/chat/completions"): Operation("A conversation is answered.", ChatRequest, ("id", "choices", "usage")),
     ("POST", "/v1/responses"): Operation("OpenAI's Responses; nothing is stored.", ResponsesRequest, ("id", "output")),
     ("GET", "/v1/responses/{id}"): Operation("Always 404: nothing is stored."),
     ("DELETE", "/v1/responses/{id}"): Operation("Always 404: nothing is stored."),
     ("POST", "/v1/messages"): Operation("Anthropic's messages.", MessagesRequest, ("id", "content", "usage")),
-    ("POST", "/v1/messages/count_tokens"): Operation("Tokens of it.", CountTokensRequest, ("input_tokens",)),
+    ("POST", "/v1/messages/count_tokens"): Operation("Counts its tokens.", CountTokensRequest, ("input_tokens",)),
     ("GET", "/v1/models"): Operation("The model that is served.", answer=("data",)),
     ("GET", "/v1/models/{model}"): Operation("The same, by its name.", answer=("id",)),
-    ("POST", "/v1/prefixes"): Operation("A beginning of prompts, held.", PrefixRequest, ("name",), created=True),
+    ("POST", "/v1/prefixes"): Operation("Computes a prefix and holds it.", PrefixRequest, ("name",), created=True),
     ("GET", "/v1/prefixes"): Operation("The named prefixes that one may use.", answer=("data",)),
     ("GET", "/v1/prefixes/{name}"): Operation("One of them.", answer=("name", "state")),
-    ("DELETE", "/v1/prefixes/{name}"): Operation("It is let go.", answer=("name", "deleted")),
+    ("DELETE", "/v1/prefixes/{name}"): Operation("Lets it go.", answer=("name", "deleted")),
     ("POST", "/tokenize"): Operation("A text, or a conversation, as token ids.", TokenizeRequest, ("tokens", "count")),
     ("POST", "/detokenize"): Operation("Token ids as text.", DetokenizeRequest, ("prompt",)),
     ("GET", "/metrics"): Operation("Figures, for Prometheus.", kind="text/plain"),
