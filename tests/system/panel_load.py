@@ -201,8 +201,10 @@ class Load:
             await asyncio.sleep(2)
             self._redis.start()
             await self._until(lambda s: s["leases_began"] == 2)
-            await self._until(lambda s: s["groups"] and s["groups"][0]["free_blocks"] > 0)
-            self._watched.ask("break")
+            await self._until(lambda s: s["groups"])
+            async with asyncio.timeout(60):
+                while not (await asyncio.to_thread(self._watched.ask, "break"))["lost"]:  # all blocks are in use
+                    await asyncio.sleep(0.02)
             await self._until(lambda s: s["laws_broken"] == 1 and s["leases_began"] == 3)
             await asyncio.sleep(3)
 

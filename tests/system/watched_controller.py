@@ -2,7 +2,8 @@
 
 stdout   {"http": ..., "workers": ...} once it is bound
 stdin    snapshot   -> a line of JSON: the engine's own numbers at this moment
-         break      -> loses a free block of the first worker group: a fault of ours, as one might be made
+         break      -> loses a free block of the first worker group, if it has one: a fault of ours, as one might be
+                       made; says which
 """
 
 import asyncio
@@ -63,8 +64,9 @@ def listen(running: Running) -> None:
                 say({f.name: plain(getattr(snapshot, f.name)) for f in fields(snapshot)})
             case "break":
                 home = next(iter(engine._homes.values()))
-                home.scheduler.pool._free.pop()
-                say({})
+                free = home.scheduler.pool._free
+                lost = [free.pop()] if free else []
+                say({"lost": lost})
 
     asyncio.get_running_loop().add_reader(sys.stdin.fileno(), heard)
     say({"http": running.http_address, "workers": running.endpoint})
