@@ -5,7 +5,9 @@
             {"kind": "regex", "text": "..."}                        {"error": "Unimplemented keys: [...]"}
             {"kind": "choice", "texts": [...]}
             {"kind": "grammar", "text": "..."}           Lark, or GBNF as llama.cpp has it
-            {"kind": "calls", "form": "hermes", "functions": [...], "is_parallel": true}
+            {"kind": "calls", "form": "hermes", "functions": [...], "is_parallel": true,
+             "marks": {"<tool_call>": 151657}, "others": [[151643, 151656]], "otherwise": null}
+                                                         or {"kind": "text"}, or any of the above: what may be instead
 
 What a request asks for is turned here into what workers compile, and compiled once, without a vocabulary. Its memory is
 bounded by the system (BYTES of addresses), and its time by whoever waits for the answer.
@@ -19,7 +21,8 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kilburn.controller.calls.forms import FORMS, Function, grammar_of, spaced
+from kilburn.controller.calls.binding import Function, Marks, grammar_of, spaced
+from kilburn.controller.calls.forms import FORMS
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 # Any other says nothing, by JSON Schema's own word; the library would refuse it.
@@ -34,17 +37,30 @@ NO_SCHEMAS = frozenset(("const", "enum", "default", "examples", "required"))
 def source_of(asked: dict[str, Any]) -> str:
     """What workers compile. Raises ValueError."""
     match asked:
+        case {"kind": "calls", "otherwise": {"kind": kind} as answer} if kind != "text":
+            either = {"lark_grammar": "start: @answer | @calls"}
+            named = [{**part_of(answer), "name": "answer"}, {**part_of(asked), "name": "calls"}]
+            return json.dumps({"grammars": [either, *named]})
+    return json.dumps({"grammars": [part_of(asked)]})
+
+
+def part_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """One of the library's grammars. Raises ValueError."""
+    match asked:
         case {"kind": "json_schema", "schema": schema}:
-            return json.dumps({"grammars": [{"json_schema": spaced(known(schema))}]})
+            return {"json_schema": spaced(known(schema))}
         case {"kind": "regex", "text": str(text)}:
-            return str(LLMatcher.grammar_from_regex(text))
+            (part,) = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
+            return {"lark_grammar": part["lark_grammar"]}
         case {"kind": "choice", "texts": list(texts)}:
-            return "start: " + " | ".join(json.dumps(text) for text in texts)
+            return {"lark_grammar": "start: " + " | ".join(json.dumps(text) for text in texts)}
         case {"kind": "grammar", "text": str(text)}:
-            return str(any_to_lark(text))
+            return {"lark_grammar": any_to_lark(text)}
         case {"kind": "calls", "form": form, "functions": functions, "is_parallel": is_parallel}:
             made = [Function(function["name"], known(function["parameters"])) for function in functions]
-            return grammar_of(FORMS[form], made, is_parallel)
+            marks, is_free = Marks(asked["marks"], asked["others"]), asked["otherwise"] == {"kind": "text"}
+            lark = grammar_of(FORMS[form], made, marks, is_parallel=is_parallel, is_free=is_free)
+            return {"lark_grammar": lark}
     raise ValueError("nothing is asked for")
 
 

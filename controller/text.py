@@ -76,7 +76,7 @@ class Text:
         self.vocab_size = max(vocab_size or 0, tokenizer.get_vocab_size(with_added_tokens=True))
         literals = tuple(self._controls.values())
         self._template = ChatTemplate(template_source, variables or {}, literals) if template_source else None
-        self.call_form = form_of(template_source or "")  # in which the model was taught to call tools
+        self.call_form = form_of(template_source or "", literals)  # in which the model was taught to call tools
         self._bytes = _TokenBytes(tokenizer, added)
         self._encoders = ThreadPoolExecutor(2, "kilburn-encode")
         self._renderer = ThreadPoolExecutor(1, "kilburn-render")  # one at a time: the template's clock is its own
@@ -106,6 +106,11 @@ class Text:
                 raise TextError(f"the control token {content!r} cannot be told apart")
             real[marked_id] = id
         return real
+
+    @property
+    def control_ids(self) -> dict[str, int]:
+        """The control tokens by their texts."""
+        return {text: id for id, text in self._controls.items()}
 
     @property
     def has_template(self) -> bool:

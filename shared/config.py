@@ -132,7 +132,7 @@ class ControllerSettings(Settings):
     max_choices: int = setting(128, Count(1, 128), "sequences that one request may ask for (n, best_of, beams)")
     tool_parser: str = setting(
         "auto",
-        Choice(("auto", "hermes", "llama3", "mistral")),
+        Choice(("auto", "hermes", "llama3", "mistral", "mistral11")),
         "how the model calls tools; auto: its chat template says",
     )
     max_prompt_logprobs: int = setting(

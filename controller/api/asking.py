@@ -259,8 +259,9 @@ async def chat_ask(request: ChatRequest, ids: Sequence[int], asking: Asking, ten
     wanted = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     patience = Patience(request.queue_timeout, request.timeout)
     toolbox, form = request.toolbox, asking.form
-    bound_to = toolbox.wanted(form) if form is not None else None
-    grammar = await _grammar(bound_to or request.bound_by, sampling, asking)
+    grammar = await _grammar(request.bound_by, sampling, asking)  # first, so that what is wrong with it names its field
+    if form is not None:
+        grammar = await _grammar(toolbox.wanted(form, text.control_ids, request.bound_by), sampling, asking)
     max_tokens = await fitted(request, wanted, None, len(ids), asking, patience)
     salt = asking.salts.of(tenant.name, request.cache_salt)
     ask = _ask(request, ids, max_tokens, sampling, grammar, salt, tenant, patience)

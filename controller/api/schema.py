@@ -354,7 +354,7 @@ class ChatRequest(Choosing):
     tool_choice: ToolChoice | None = knob(
         ToolChoiceCheck(), None, "Whether the answer may call, may not, has to, or has to call this one."
     )
-    parallel_tool_calls: bool = knob(Flag(), True, "Several calls in one answer, where it has to call.")
+    parallel_tool_calls: bool = knob(Flag(), True, "Whether an answer may have several calls.")
     functions: None = knob(Unsupported(([],), "use tools"), None)
     function_call: None = knob(Unsupported(("none",), "use tool_choice"), None)
     modalities: None = knob(Unsupported((["text"],), "only text is produced"), None)
@@ -363,14 +363,10 @@ class ChatRequest(Choosing):
     def __post_init__(self) -> None:
         super().__post_init__()
         toolbox = self.toolbox
-        if self.bound_by is not None and toolbox.may_be_called and not toolbox.must_be_called:
-            where = self.bound_by.where
-            raise bad_request(
-                where, f'{where} leaves no room for calls of tools; give tool_choice "none" or "required"'
-            )
-        if toolbox.must_be_called and (self.beams is not None or self.ignore_eos):
+        if (toolbox.must_be_called or toolbox.is_bound) and (self.beams is not None or self.ignore_eos):
             field = "ignore_eos" if self.ignore_eos else "tool_choice"
-            raise bad_request(field, f"{field} cannot be had: an answer that has to be a call follows a grammar")
+            why = "an answer that has to be a call, or whose calls are strict or not parallel, follows a grammar"
+            raise bad_request(field, f"{field} cannot be had: {why}")
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs", "top_logprobs wants logprobs: true")
         if self.max_tokens == 0 and self.prompt_logprobs is None:

@@ -2,18 +2,22 @@
 
     response_format                                     OpenAI's: text, json_object, json_schema
     structured_outputs, guided_json, guided_regex ...   vLLM's: json, regex, choice, grammar, json_object
-    tools, tool_choice, parallel_tool_calls             OpenAI's; "required" and a named function bind the answer
+    tools, tool_choice, parallel_tool_calls             OpenAI's
 
-At most one of them binds an answer. Whether it can be followed is seen when it is compiled (grammars.py), not here.
+At most one of the first two is given. With tools that may be called the answer is calls, or what the other says;
+"required" and a named function leave only calls. Calls that the model need not make follow a grammar where a function
+is `strict`, or where there may be one call only. Whether all that can be followed is seen when it is compiled
+(grammars.py), not here.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kilburn.controller.api.checks import Flag, JsonSchema, Many, Unsupported, Words
 from kilburn.controller.api.errors import bad_request
+from kilburn.controller.calls.binding import Marks
 from kilburn.controller.calls.forms import Form
 from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.grammars import Wanted
@@ -132,6 +136,7 @@ class Tool:
     name: str
     parameters: Any
     given: dict[str, Any]
+    is_strict: bool = False  # its arguments follow `parameters`, even where the model need not call
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +150,16 @@ class ToolCheck:
         if parameters is not None and not isinstance(parameters, dict):
             raise bad_request(f"{where}.function.parameters", f"{where}.function.parameters must be a JSON schema")
         given = {key: part for key, part in function.items() if part is not None}
-        return Tool(name, NO_ARGUMENTS if parameters is None else parameters, {"type": "function", "function": given})
+        is_strict = Flag().read(given.get("strict", False), f"{where}.function.strict")
+        given = {"type": "function", "function": given}
+        return Tool(name, NO_ARGUMENTS if parameters is None else parameters, given, is_strict)
 
     def schema(self) -> JsonSchema:
         about = {
             "name": Words(64, least=1).schema(),
             "description": {"type": "string"},
             "parameters": {"type": "object"},
+            "strict": Flag().schema(),
         }
         function = {"type": "object", "properties": about, "required": ["name"]}
         properties = {"type": {"const": "function"}, "function": function}
@@ -216,15 +224,34 @@ class Toolbox:
     def must_be_called(self) -> bool:
         return self.may_be_called and self.choice.kind != "auto"
 
-    def wanted(self, form: Form) -> Wanted | None:
-        """What an answer that has to call looks like; None where it need not."""
-        if not self.must_be_called:
+    @property
+    def is_bound(self) -> bool:
+        """Whether its calls follow a grammar, in an answer that need not call."""
+        return self.may_be_called and (not self.is_parallel or any(tool.is_strict for tool in self.tools))
+
+    def wanted(self, form: Form, controls: Mapping[str, int], answer: Wanted | None) -> Wanted | None:
+        """What an answer looks like. `answer`: where it is not calls; `controls`: the model's, with their ids."""
+        if not self.may_be_called:
+            return answer
+        if not (self.must_be_called or self.is_bound or answer is not None):
             return None
-        allowed = [tool for tool in self.tools if self.choice.kind == "required" or tool.name == self.choice.name]
-        functions = [{"name": tool.name, "parameters": tool.parameters} for tool in allowed]
-        is_parallel = self.is_parallel and self.choice.kind == "required"
-        asked = {"kind": "calls", "form": form.name, "functions": functions, "is_parallel": is_parallel}
+        allowed = [tool for tool in self.tools if self.choice.kind != "named" or tool.name == self.choice.name]
+        marks = Marks.of(form, controls)
+        otherwise = {"kind": "text"} if answer is None else answer.asked
+        asked = {
+            "kind": "calls",
+            "form": form.name,
+            "functions": [{"name": tool.name, "parameters": self._followed(tool)} for tool in allowed],
+            "is_parallel": self.is_parallel and self.choice.kind != "named",
+            "marks": dict(marks.ids),
+            "others": list(marks.others),
+            "otherwise": None if self.must_be_called else otherwise,
+        }
         return Wanted("tools", asked)
+
+    def _followed(self, tool: Tool) -> Any:
+        """The schema that its arguments follow: its own where they have to, and any object where the model chose."""
+        return tool.parameters if self.must_be_called or tool.is_strict else ANY_OBJECT
 
     def new_reader(self, form: Form) -> CallReader:
         """Of the calls in one choice of the answer."""

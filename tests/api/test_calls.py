@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kilburn.controller.calls.forms import FORMS, HERMES, LLAMA3, MISTRAL, Form, form_of
+from kilburn.controller.calls.forms import FORMS, HERMES, LLAMA3, MISTRAL, MISTRAL11, Form, form_of
 from kilburn.controller.calls.reading import Argued, Called, CallReader, Said
 
 ARGUMENTS = '{"a": 1, "b": "x}\\"y"}'
@@ -23,7 +23,7 @@ def read(form: Form, pieces: list[str]) -> list[tuple]:
             case Said(text):
                 found.append(("text", text))
             case Called(index, id, name):
-                assert len(id) == (9 if form is MISTRAL else 29)
+                assert len(id) == (9 if form in (MISTRAL, MISTRAL11) else 29)
                 found.append(("call", index, name, ""))
             case Argued(index, text):
                 assert found[-1][:2] == ("call", index)
@@ -69,6 +69,18 @@ CASES = [
     (MISTRAL, "so [TOOL_CALLS] x", None),
     (MISTRAL, "no [TOOL", None),
     (MISTRAL, "[TOOL_CALLS] ", None),
+    (MISTRAL11, f"Sure. [TOOL_CALLS]add[ARGS]{ARGUMENTS}", ["Sure.", CALLED]),
+    (
+        MISTRAL11,
+        f"[TOOL_CALLS]add[CALL_ID]x7[ARGS]{ARGUMENTS}[TOOL_CALLS] now [ARGS] {{}} so",
+        [CALLED, ("call", 1, "now", "{}"), "so"],
+    ),
+    (MISTRAL11, f"[TOOL_CALLS]add{ARGUMENTS}", [CALLED]),
+    (MISTRAL11, '[TOOL_CALLS]add[ARGS]{"a', [("call", 0, "add", '{"a')]),
+    (MISTRAL11, "[TOOL_CALLS]other[ARGS]{}", None),
+    (MISTRAL11, '[TOOL_CALLS][{"name": "add", "arguments": {}}]', None),
+    (MISTRAL11, "[TOOL_CALLS]add[ARGS", None),
+    (MISTRAL11, "[TOOL_CALLS]add it up[ARGS]{}", None),
 ]
 
 
@@ -97,5 +109,9 @@ def test_the_template_tells_the_form() -> None:
     assert form_of("{% for tool in tools %}...<tool_call>") is HERMES
     assert form_of("{{ '[TOOL_CALLS][' }}") is MISTRAL
     assert form_of('Respond in the format {"name": function name, "parameters": dictionary') is LLAMA3
-    assert form_of("{{ message.content }}") is None
-    assert set(FORMS) == {"hermes", "llama3", "mistral"}
+    assert form_of("{{ message.content }}", ["[TOOL_CALLS]", "[ARGS]"]) is None
+    assert form_of("{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments }}") is MISTRAL11
+    for template, form in (("{{ '[TOOL_CALLS]' + calls }}", MISTRAL11), ("{{ '[TOOL_CALLS] [' + calls }}", MISTRAL)):
+        assert form_of(template, ["[TOOL_CALLS]", "[ARGS]"]) is form
+        assert form_of(template, ["[TOOL_CALLS]"]) is MISTRAL
+    assert set(FORMS) == {"hermes", "llama3", "mistral", "mistral11"}

@@ -161,6 +161,7 @@ SPOKEN = {
     + '{"name": "now"}</tool_call>',
     "llama3": CALL % "parameters" + '; {"name": "now", "parameters": {}}',
     "mistral": "hello. [TOOL_CALLS] [" + CALL % "arguments" + ', {"name": "now", "arguments": {}}]',
+    "mistral11": 'hello.[TOOL_CALLS]weather[ARGS]{"a": 12}[TOOL_CALLS]now[ARGS]{}',
 }
 
 
@@ -224,11 +225,23 @@ async def test_a_forced_call_is_a_grammar_and_a_turn_of_a_tool_is_rendered(tmp_p
         bad = [
             ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
             ({"tools": [NOW, NOW]}, "tools[1].function.name"),
-            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
             ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+            ({"parallel_tool_calls": False, "ignore_eos": True}, "ignore_eos"),
         ]
-        unsupported = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
-        bad.append(({"tools": [unsupported], "tool_choice": "required"}, "tools"))
+        unsupported: dict[str, Any] = {"name": "f", "parameters": {"not": {}}}
+        loose, strict = ({"type": "function", "function": unsupported | {"strict": on}} for on in (False, True))
+        bad += [({"tools": [loose], "tool_choice": "required"}, "tools"), ({"tools": [strict]}, "tools")]
         for change, param in bad:
             status, error = await world.post("/v1/chat/completions", {**body, **change})
             assert (status, error["error"]["param"]) == (400, param), change
+        num_bound = world.driver.engine.snapshot().groups[0].grammars_prepared
+        format = {"response_format": {"type": "json_object"}}
+        for change, binds in (
+            (format, 1),
+            ({"parallel_tool_calls": False, "tools": [loose]}, 1),
+            ({"tools": [loose]}, 0),
+        ):
+            status, _ = await world.post("/v1/chat/completions", {**body, **change})
+            num_bound += binds
+            assert (status, world.driver.engine.snapshot().groups[0].grammars_prepared) == (200, num_bound), change
