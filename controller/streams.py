@@ -4,11 +4,9 @@
                                   ^                                                      |
                                   +--- Stop (its stop string is complete) <--------------+--> Answer -> api
 
-An *answer* is all that one HTTP call waits for: the choices of one prompt or of several (choice.py). What the engine
-still says of a sequence whose choice has ended is not listened to.
-
-Nothing here waits for a reader. What a slow one has not taken grows into one longer delta, bounded by the answer
-itself, and delays nobody.
+An *answer* is all that one HTTP call waits for: the choices of one prompt or of several (answer.py, choice.py). What
+the engine still says of a sequence whose choice has ended is not listened to. What a turn brought is passed on when it
+is over, once for each answer; nothing here waits for a reader.
 What this file does not know: HTTP, JSON, which model, how blocks are kept.
 """
 
@@ -16,9 +14,10 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from kilburn.controller.choice import Ask, Choice, Delta
+from kilburn.controller.answer import Answer
+from kilburn.controller.choice import Ask, Choice
 from kilburn.controller.core.events import (
     Beam,
     Cancel,
@@ -36,87 +35,11 @@ from kilburn.controller.detokenize import Detokenizer
 from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.scores import PromptScores
 from kilburn.controller.story import Chronicle
-from kilburn.controller.timings import Timings
 from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn")
 
 TextEffect = Refused | Started | PromptScored | Emit | Finished | Beam
-
-
-class Answer:
-    """All that one call waits for."""
-
-    def __init__(self, num_prompt_tokens: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
-        self.cached_tokens = 0
-        self.choices: list[Choice] = []
-        self.kept: list[tuple[int, int, int]] = []  # of each prompt: [first, end) of its choices, how many to keep
-        self.refused: Refused | None = None
-        self.request_ids: list[int] = []
-        self.num_open = 0  # choices that go on
-        self.is_streamed = False
-        self.is_scored = False  # how likely prompts were is a part of it
-        self.timings = Timings()  # known at the end
-        self._news: list[Choice] = []
-        self._heard: asyncio.Future[None] | None = None
-        self._waits_since: float | None = None  # for news, as a stream does
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more will come, and all that came was taken."""
-        return (self.num_open == 0 or self.refused is not None) and not self._news
-
-    def tell(self, choice: Choice) -> None:
-        """This choice has news."""
-        if choice not in self._news:  # few choices: a list is quicker than a set, and keeps the order
-            self._news.append(choice)
-        self.wake()
-
-    def wake(self) -> None:
-        if self._heard is not None and not self._heard.done():
-            self._heard.set_result(None)
-
-    async def deltas(self) -> list[Delta]:
-        """What is new, once anything is. [] when the answer is over, or after a long silence."""
-        self.is_streamed = True
-        if not self._news and not self.is_over:
-            loop = asyncio.get_running_loop()
-            self._heard, self._waits_since = loop.create_future(), loop.time()
-            await self._heard
-            self._waits_since = None
-        news, self._news = self._news, []
-        return [choice.take() for choice in news]
-
-    def wake_if_silent(self, since: float) -> None:
-        """Whoever has waited since then, or longer, may tell its reader that it is still there."""
-        if self._waits_since is not None and self._waits_since <= since:
-            self.wake()
-
-    async def whole(self) -> list[Delta]:
-        """Each choice as one delta, in order of index, once all have ended."""
-        while self.num_open and self.refused is None:
-            self._heard = asyncio.get_running_loop().create_future()
-            await self._heard
-        self._news.clear()
-        return [choice.take() for choice in self.choices]
-
-    def best(self, deltas: Sequence[Delta]) -> list[Delta]:
-        """Of the whole answer's deltas those that are kept: where more were drawn than asked for, the likeliest.
-
-        Likeliest per token, as OpenAI has it: the sum alone would favour whoever says least.
-        """
-        best: list[Delta] = []
-        for first, end, num_kept in self.kept:
-            places = list(range(first, end))
-            if num_kept < len(places):
-                places.sort(key=lambda place: -self.choices[place].mean_logprob)  # stable: of equals, the first drawn
-            best += [deltas[place] for place in places[:num_kept]]
-        return [replace(delta, index=index) for index, delta in enumerate(best)]
 
 
 @dataclass(slots=True)
@@ -150,6 +73,7 @@ class Streams:
         self._open: dict[int, _Open] = {}
         self._unheard: list[asyncio.Future[None]] = []
         self._answers: set[Answer] = set()  # that somebody waits for
+        self._told: dict[Answer, None] = {}  # that have news since the last turn, in order
         self.counts = Counts()
 
     @property
@@ -188,7 +112,7 @@ class Streams:
                 self._begin_if_scored(request)
             for choice in choices:
                 if choice.has_news:
-                    answer.tell(choice)
+                    self._has_news(answer, choice)
             self._tell_onlookers(self._chronicle.begin, request_id, ask)
             about = (ask.prompt, ask.max_tokens, ask.sampling, ask.n, ask.priority, ask.salt, ask.beams)
             times, whose = (ask.queue_s, ask.request_s), (ask.tenant, ask.weight)
@@ -214,6 +138,10 @@ class Streams:
             if not heard.done():
                 heard.set_result(None)
         self._unheard.clear()
+        told, self._told = self._told, {}
+        now = asyncio.get_running_loop().time()
+        for answer in told:
+            answer.pass_on(now)
 
     def keep_alive(self, silence_s: float) -> None:
         """Streams that have said nothing for so long get to say that they are there."""
@@ -272,7 +200,7 @@ class Streams:
                 self._post(Stop(effect.request_id, effect.index))
                 self._ended(effect.request_id, request, choice, now)
             elif choice.has_news:
-                request.answer.tell(choice)
+                self._has_news(request.answer, choice)
         elif type(effect) is Beam:
             choice = request.choices[effect.index]
             self._tell_onlookers(request.pace.whole, effect.index, len(effect.tokens), now)
@@ -296,13 +224,16 @@ class Streams:
             self._give_up(request.answer)  # of several prompts one refused is all refused
             request.answer.wake()
 
-    @staticmethod
-    def _begin_if_scored(request: _Open) -> None:
+    def _has_news(self, answer: Answer, choice: Choice, *, is_plain: bool = True) -> None:
+        answer.tell(choice, is_plain=is_plain)
+        self._told[answer] = None
+
+    def _begin_if_scored(self, request: _Open) -> None:
         """Once the prompt's log probabilities are all there."""
         if request.scores is not None and request.scores.is_complete:
             for choice in request.choices:
                 choice.begin(request.prefix, request.scores)
-                request.answer.tell(choice)
+                self._has_news(request.answer, choice, is_plain=False)
             request.scores = None
 
     def _ended(self, request_id: int, request: _Open, choice: Choice, now: float) -> None:
@@ -311,4 +242,4 @@ class Streams:
         if request.num_open == 0:
             del self._open[request_id]
             self._tell_onlookers(request.pace.ended, choice.finish or FinishReason.ERROR, now)
-        request.answer.tell(choice)
+        self._has_news(request.answer, choice, is_plain=False)

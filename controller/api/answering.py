@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from kilburn.controller.answer import Answer
 from kilburn.controller.api.asking import chat_ask
 from kilburn.controller.api.checks import read_as
 from kilburn.controller.api.errors import ApiError, bad_request, failure, refusal, renamed
@@ -28,7 +29,6 @@ from kilburn.controller.api.sse import KEEP_ALIVE, EventStream
 from kilburn.controller.auth import Tenant
 from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Ask, Delta, Origin
-from kilburn.controller.streams import Answer
 from kilburn.controller.text import ChatOptions
 from kilburn.controller.timings import Timings, timings_of
 from kilburn.shared.types import FinishReason
@@ -121,12 +121,13 @@ class Answering:
     async def _write(self, events: EventStream, answer: Answer, layout: Layout) -> None:
         """All that an answer says, as it comes. Raises ApiError where it breaks off."""
         await events.write(layout.opening(answer))
+        answer.outlet = _Outlet(events, layout)
         while not answer.is_over:
             deltas = await answer.deltas()
             if (broken := _broken(answer, deltas)) is not None:
                 raise broken
             if not deltas and not answer.is_over:
-                await events.write((KEEP_ALIVE,))
+                await events.write(KEEP_ALIVE)
             elif any(delta.prompt is not None for delta in deltas):  # there may be much to tell
                 await events.write(await asyncio.to_thread(_told, layout, deltas))
             else:
@@ -135,8 +136,23 @@ class Answering:
         await events.end(layout.ending(answer))
 
 
-def _told(layout: Layout, deltas: Sequence[Delta]) -> list[str]:
-    return [frame for delta in deltas for frame in layout.chunks(delta)]
+def _told(layout: Layout, deltas: Sequence[Delta]) -> str:
+    return "".join([layout.chunks(delta) for delta in deltas])
+
+
+class _Outlet:
+    """The short way of a stream's text: from the turn that brought it to the socket."""
+
+    def __init__(self, events: EventStream, layout: Layout) -> None:
+        self._events, self._layout = events, layout
+
+    @property
+    def is_clear(self) -> bool:
+        return self._events.is_clear
+
+    def tell(self, deltas: Sequence[Delta]) -> None:
+        if frames := _told(self._layout, deltas):
+            self._events.send(frames)
 
 
 def _origin(request: web.Request, answer_id: str) -> Origin:

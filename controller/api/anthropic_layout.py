@@ -7,17 +7,17 @@ so the last event says it, and the first one what would be true without a cache.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
+from kilburn.controller.answer import Answer
 from kilburn.controller.api.errors import ApiError, encoded_for_anthropic
 from kilburn.controller.api.items import Begun, Ended, Item, Items, More, Step
 from kilburn.controller.api.layout import to_json
 from kilburn.controller.api.sse import frame
 from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta
-from kilburn.controller.streams import Answer
 from kilburn.shared.types import FinishReason
 
 
@@ -48,23 +48,22 @@ class AnthropicLayout:
             "usage": usage(answer),
         }
 
-    def opening(self, answer: Answer) -> Iterator[str]:
+    def opening(self, answer: Answer) -> str:
         counts = usage(answer) | {"output_tokens": 0}
-        yield _event("message_start", message={**self._about, "content": [], **self._end, "usage": counts})
-        yield _event("ping")
+        begun = {**self._about, "content": [], **self._end, "usage": counts}
+        return _event("message_start", message=begun) + _event("ping")
 
-    def chunks(self, delta: Delta) -> Iterator[str]:
+    def chunks(self, delta: Delta) -> str:
         steps = self._items.feed(delta.text, delta.finish is not None)
         if delta.finish is not None:
             self._ended(delta)
-        return map(_told, steps)
+        return "".join(map(_told, steps))
 
-    def ending(self, answer: Answer) -> Iterator[str]:
-        yield _event("message_delta", delta=self._end, usage=usage(answer))
-        yield _event("message_stop")
+    def ending(self, answer: Answer) -> str:
+        return _event("message_delta", delta=self._end, usage=usage(answer)) + _event("message_stop")
 
-    def broken(self, error: ApiError) -> Iterator[str]:
-        yield frame(encoded_for_anthropic(error), "error")
+    def broken(self, error: ApiError) -> str:
+        return frame(encoded_for_anthropic(error), "error")
 
     def _ended(self, delta: Delta) -> None:
         if delta.finish is not FinishReason.STOP:

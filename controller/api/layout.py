@@ -11,21 +11,22 @@ What this file does not know: where deltas come from, how they are sent.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import uuid4
 
+from kilburn.controller.answer import Answer
 from kilburn.controller.api.called import Calls
 from kilburn.controller.api.errors import ApiError, encoded
 from kilburn.controller.api.sse import DONE, frame
 from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta, Scored
-from kilburn.controller.streams import Answer
 from kilburn.controller.text import Text
 from kilburn.shared.types import FinishReason
 
 to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+quoted = json.encoder.encode_basestring  # of a text the same as to_json, without its detours
 
 LEAST_LOGPROB = -9999.0  # JSON has no -Infinity; OpenAI writes this
 # OpenAI has no word for a request whose time ran out; its answer is as short as one at its length.
@@ -51,17 +52,17 @@ class Layout(Protocol):
 
     def whole(self, answer: Answer, deltas: Sequence[Delta]) -> dict[str, Any]: ...
 
-    # Streamed, as whole events:
+    # Streamed, as whole events, any number of them in one text:
 
-    def opening(self, answer: Answer) -> Iterable[str]:
+    def opening(self, answer: Answer) -> str:
         """Before any text."""
 
-    def chunks(self, delta: Delta) -> Iterable[str]: ...
+    def chunks(self, delta: Delta) -> str: ...
 
-    def ending(self, answer: Answer) -> Iterable[str]:
+    def ending(self, answer: Answer) -> str:
         """Behind the last text."""
 
-    def broken(self, error: ApiError) -> Iterable[str]:
+    def broken(self, error: ApiError) -> str:
         """In place of an ending."""
 
 
@@ -82,23 +83,23 @@ class _Head:
         self.fields = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
         self._shown = shown
         self._begin = "data: " + to_json(self.fields)[:-1] + ',"choices":['
-        self._tail = ('],"usage":null}' if shown.usage else "]}") + "\n\n"
+        self._tail = ('}],"usage":null}' if shown.usage else "}]}") + "\n\n"
 
-    def chunk(self, choice: str) -> str:
-        return f"{self._begin}{choice}{self._tail}"
+    def chunk(self, index: int, body: str) -> str:
+        """An event that says this of that choice."""
+        return f'{self._begin}{{"index":{index},{body}{self._tail}'
 
-    def ending(self, answer: Answer) -> Iterator[str]:
-        if self._shown.usage or self._shown.timings:
-            told = {"usage": usage(answer)} if self._shown.usage else {}
-            yield f"{self._begin}],{to_json({**told, **self.timings(answer)})[1:]}\n\n"
-        yield DONE
+    def ending(self, answer: Answer) -> str:
+        if not (self._shown.usage or self._shown.timings):
+            return DONE
+        told = {"usage": usage(answer)} if self._shown.usage else {}
+        return f"{self._begin}],{to_json({**told, **self.timings(answer)})[1:]}\n\n" + DONE
 
     def timings(self, answer: Answer) -> dict[str, Any]:
         return {"timings": answer.timings.as_data()} if self._shown.timings else {}
 
-    def broken(self, error: ApiError) -> Iterator[str]:
-        yield frame(encoded(error))
-        yield DONE
+    def broken(self, error: ApiError) -> str:
+        return frame(encoded(error)) + DONE
 
 
 class CompletionLayout:
@@ -125,22 +126,24 @@ class CompletionLayout:
         about = {"choices": choices, "usage": usage(answer), **self._head.timings(answer)}
         return {**self._head.fields, **about}
 
-    def opening(self, answer: Answer) -> Iterator[str]:
-        return iter(())
+    def opening(self, answer: Answer) -> str:
+        return ""
 
-    def chunks(self, delta: Delta) -> Iterator[str]:
+    def chunks(self, delta: Delta) -> str:
+        told = ""
         if delta.text or delta.scored or delta.prompt:
             logprobs = to_json(self._logprobs(delta)) if self._shown.logprobs else "null"
-            body = f'"text":{to_json(delta.text)},"logprobs":{logprobs},"finish_reason":null'
-            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+            body = f'"text":{quoted(delta.text)},"logprobs":{logprobs},"finish_reason":null'
+            told = self._head.chunk(delta.index, body)
         if delta.finish is not None:
             body = f'"text":"","logprobs":null,"finish_reason":{to_json(_finish(delta))}{_why(delta)}'
-            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+            told += self._head.chunk(delta.index, body)
+        return told
 
-    def ending(self, answer: Answer) -> Iterator[str]:
+    def ending(self, answer: Answer) -> str:
         return self._head.ending(answer)
 
-    def broken(self, error: ApiError) -> Iterator[str]:
+    def broken(self, error: ApiError) -> str:
         return self._head.broken(error)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
@@ -209,35 +212,35 @@ class ChatLayout:
         has_called = calls is not None and calls.has_any and delta.finish is FinishReason.STOP
         return "tool_calls" if has_called else _finish(delta)
 
-    def _called(self, delta: Delta) -> list[dict[str, Any]]:
-        """What a chunk's `delta` says, one after the other, where calls are read."""
+    def _said(self, delta: Delta) -> list[str]:
+        """What the `delta` of one chunk after the other says: text, and calls where they are read."""
         if self._new_reader is None:
-            return [{"content": delta.text}]
+            return [f'{{"content":{quoted(delta.text)}}}']
         if delta.index not in self._calls:
             self._calls[delta.index] = Calls(self._new_reader())
         deltas = self._calls[delta.index].deltas(delta.text, delta.finish is not None)
-        return deltas or ([{"content": ""}] if delta.scored else [])
+        return [to_json(said) for said in deltas] or (['{"content":""}'] if delta.scored else [])
 
-    def opening(self, answer: Answer) -> Iterator[str]:
-        for index in range(len(answer.choices)):
-            body = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-            yield self._head.chunk(f'{{"index":{index},{body}}}')
+    def opening(self, answer: Answer) -> str:
+        body = '"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return "".join([self._head.chunk(index, body) for index in range(len(answer.choices))])
 
-    def chunks(self, delta: Delta) -> Iterator[str]:
+    def chunks(self, delta: Delta) -> str:
+        told = ""
         if delta.text or delta.scored or self._new_reader is not None:
             logprobs = to_json(self._logprobs(delta.scored)) if self._shown.logprobs else "null"
-            for said in self._called(delta):
-                body = f'"delta":{to_json(said)},"logprobs":{logprobs},"finish_reason":null'
-                yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+            for said in self._said(delta):
+                told += self._head.chunk(delta.index, f'"delta":{said},"logprobs":{logprobs},"finish_reason":null')
                 logprobs = "null"  # they are told once
         if delta.finish is not None:
             body = f'"delta":{{}},"logprobs":null,"finish_reason":{to_json(self._finish(delta))}{_why(delta)}'
-            yield self._head.chunk(f'{{"index":{delta.index},{body}}}')
+            told += self._head.chunk(delta.index, body)
+        return told
 
-    def ending(self, answer: Answer) -> Iterator[str]:
+    def ending(self, answer: Answer) -> str:
         return self._head.ending(answer)
 
-    def broken(self, error: ApiError) -> Iterator[str]:
+    def broken(self, error: ApiError) -> str:
         return self._head.broken(error)
 
     def _logprobs(self, scored: Iterable[Scored]) -> dict[str, Any]:

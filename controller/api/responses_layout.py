@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
+from kilburn.controller.answer import Answer
 from kilburn.controller.api.errors import ApiError
 from kilburn.controller.api.items import Begun, Ended, Item, Items, More, Step
 from kilburn.controller.api.layout import to_json
@@ -20,7 +21,6 @@ from kilburn.controller.api.responses import ResponsesRequest
 from kilburn.controller.api.sse import frame
 from kilburn.controller.calls.reading import CallReader
 from kilburn.controller.choice import Delta
-from kilburn.controller.streams import Answer
 from kilburn.shared.types import FinishReason
 
 
@@ -56,23 +56,23 @@ class ResponsesLayout:
         self._finish = delta.finish
         return self._over(answer)
 
-    def opening(self, answer: Answer) -> Iterator[str]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response("in_progress"))
+    def opening(self, answer: Answer) -> str:
+        kinds = ("response.created", "response.in_progress")
+        return "".join([self._event(kind, response=self._response("in_progress")) for kind in kinds])
 
-    def chunks(self, delta: Delta) -> Iterator[str]:
+    def chunks(self, delta: Delta) -> str:
         self._finish = delta.finish
-        for step in self._items.feed(delta.text, delta.finish is not None):
-            yield from self._told(step)
+        steps = self._items.feed(delta.text, delta.finish is not None)
+        return "".join([event for step in steps for event in self._told(step)])
 
-    def ending(self, answer: Answer) -> Iterator[str]:
+    def ending(self, answer: Answer) -> str:
         over = self._over(answer)
-        yield self._event(f"response.{over['status']}", response=over)
+        return self._event(f"response.{over['status']}", response=over)
 
-    def broken(self, error: ApiError) -> Iterator[str]:
+    def broken(self, error: ApiError) -> str:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"  # of the few that they list
         failed = self._response("failed") | {"error": {"code": code, "message": error.message}}
-        yield self._event("response.failed", response=failed)
+        return self._event("response.failed", response=failed)
 
     # ---
 

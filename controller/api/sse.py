@@ -2,9 +2,12 @@
 
 An answer that breaks off after its first byte can no longer change its status: the error is an event of its own, and
 then the stream ends as any does, so that no reader waits for more.
+
+Frames are written in one of two ways: `write` waits while the reader is slow; `send`, for the token of every step,
+waits for nobody and costs no more than the socket does.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from aiohttp import web
@@ -30,17 +33,35 @@ class EventStream:
 
     def __init__(self, request: web.Request, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self._request = request
+        self._is_chunked = False
         self.response = web.StreamResponse(headers=_HEADERS | dict(headers))
 
     async def open(self) -> None:
         await self.response.prepare(self._request)
+        self._is_chunked = "Transfer-Encoding" in self.response.headers  # HTTP/1.0 ends with the connection
 
-    async def write(self, frames: Iterable[str]) -> None:
-        """All of them in one write. Waits while the reader is slow."""
-        data = "".join(frames)
-        if data:
-            await self.response.write(data.encode())
+    @property
+    def is_clear(self) -> bool:
+        """Whether the reader has taken all that was written, or a buffer of the kernel's has."""
+        transport = self._request.transport
+        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 
-    async def end(self, frames: Iterable[str] = (DONE,)) -> None:
+    def send(self, frames: str) -> None:
+        """Writes at once what is not empty. Only while `is_clear`, and while nobody waits in `write`."""
+        transport = self._request.transport
+        if transport is None:
+            raise ConnectionResetError("the client left")
+        data = frames.encode()
+        if self._is_chunked:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        self._request.writer.output_size += len(data)
+        transport.write(data)
+
+    async def write(self, frames: str) -> None:
+        """Waits while the reader is slow."""
+        if frames:
+            await self.response.write(frames.encode())
+
+    async def end(self, frames: str = DONE) -> None:
         await self.write(frames)
         await self.response.write_eof()

@@ -84,7 +84,7 @@ class PageRoutes:
     async def _send(self, stream: EventStream, event: str) -> None:
         try:
             async with asyncio.timeout(SLOWEST_WRITE_S):
-                await stream.write([frame(event)])
+                await stream.write(frame(event))
         except TimeoutError:
             raise ConnectionResetError("a viewer takes nothing any more") from None
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from kilburn.controller.answer import Answer
 from kilburn.controller.choice import Ask, Delta
 from kilburn.controller.core.events import Cancel, Emit, Event, Finished, Refusal, Refused, Started, Stop, Submit
 from kilburn.controller.onlookers import Onlookers
 from kilburn.controller.story import Chronicle
-from kilburn.controller.streams import Answer, Streams, TextEffect
+from kilburn.controller.streams import Streams, TextEffect
 from kilburn.shared.sampling import Sampling
 from kilburn.shared.types import FinishReason
 from tests.api.vocabularies import byte_level
@@ -38,9 +39,11 @@ class Bench:
     def say(self, request_id: int, text: str, index: int = 0) -> None:
         for id in ids_of(text):
             self.perform(Emit(request_id, index, id))
+        self.streams.turn_ended()
 
     def finish(self, request_id: int, reason: FinishReason, index: int = 0) -> None:
         self.perform(Finished(request_id, index, reason))
+        self.streams.turn_ended()
 
 
 def ask(stops: Sequence[str] = (), n: int = 1, **sampling: object) -> Ask:
@@ -207,3 +210,48 @@ async def test_a_fault_in_one_text_fails_that_request_only() -> None:
     assert (broken.finish, broken.text) == (FinishReason.ERROR, "ab")
     assert bench.events[-1] == Cancel(1)
     assert await second.whole() == [Delta(0, "fine", [], LENGTH)]
+
+
+class Shelf:
+    """An outlet that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.is_clear = True
+        self.texts: list[str] = []
+
+    def tell(self, deltas: Sequence[Delta]) -> None:
+        if deltas[0].text == "bad":
+            raise KeyError("what cannot be told")
+        self.texts += [delta.text for delta in deltas]
+
+
+async def test_text_takes_the_short_way_and_all_else_wakes_whoever_waits() -> None:
+    bench, shelf = Bench(), Shelf()
+    answer = await bench.ask(ask(n=2))
+    answer.outlet = shelf
+    bench.say(1, "early ")  # nobody waits yet: it is kept for whoever comes
+    assert [delta.text for delta in await answer.deltas()] == ["early "]
+    waiting = asyncio.ensure_future(answer.deltas())
+    await asyncio.sleep(0)
+    for _ in range(3):
+        bench.say(1, "on ")
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    shelf.is_clear = False
+    bench.say(1, "slow ")
+    bench.say(1, "reader ")  # those who were woken own all that comes before they wait again
+    shelf.is_clear = True
+    bench.say(1, "here ", index=1)
+    assert [(d.index, d.text) for d in await waiting] == [(0, "slow reader "), (1, "here ")]
+    waiting = asyncio.ensure_future(answer.deltas())
+    await asyncio.sleep(0)
+    bench.finish(1, LENGTH)
+    assert await waiting == [Delta(0, "", [], LENGTH)]
+    waiting = asyncio.ensure_future(answer.deltas())
+    await asyncio.sleep(0)
+    bench.say(1, "still ", index=1)
+    assert shelf.texts == ["on "] * 3 + ["still "]
+    bench.say(1, "bad", index=1)
+    with pytest.raises(KeyError):
+        await waiting
+    bench.streams.leave(answer)
