@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from kilburn.controller.core.histogram import Histogram
 from kilburn.shared.types import LawBroken
@@ -32,8 +33,7 @@ _CLIPPED_OR_CACHED = bytes([CELL_CACHED]) + _CLIPPED[1:]
 AGES_S = (0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)  # edges for the lives of blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Name:
+class Name(NamedTuple):
     """What a full block is known by. The tokens and the parent are kept so that a collision is a miss."""
 
     digest: bytes

@@ -53,6 +53,7 @@ from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiti
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import can_move
+from kilburn.controller.core.prefix_index import Hasher
 from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.ranks import Muster, RanksDisagree
 from kilburn.controller.core.scheduler import Scheduler
@@ -86,9 +87,10 @@ class Engine:
         self,
         settings: EngineSettings,
         new_pool: Callable[[int], BlockPool] = BlockPool,
+        new_hasher: Callable[[bytes, int], Hasher] = BlockHasher,
     ) -> None:
         self.settings = settings
-        self._new_pool = new_pool
+        self._new_pool, self._new_hasher = new_pool, new_hasher
         self._homes: dict[bytes, Home] = {}  # by rank 0
         self._leads: dict[bytes, bytes] = {}  # of every other rank: rank 0
         self._muster = Muster()
@@ -352,7 +354,7 @@ class Engine:
         settings = self.settings
         lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now)
         pool = self._new_pool(hello.num_blocks)
-        hasher = BlockHasher(hello.model_digest, hello.layout.block_size)
+        hasher = self._new_hasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)

@@ -36,12 +36,12 @@ class Histogram:
         self._last = edges[0]
         self._at = 0  # where the last value fell
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         if value != self._last:
             self._last = value
             self._at = bisect_left(self._edges, value)
-        self._counts[self._at] += 1
-        self._total += value
+        self._counts[self._at] += times
+        self._total += value * times
 
     def spread(self) -> Spread:
         return Spread(self._edges, tuple(self._counts), self._total)

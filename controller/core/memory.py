@@ -108,8 +108,9 @@ class Memory:
 
     def grow(self, table: BlockTable, num_blocks: int, moves: Moves) -> list[int]:
         """New blocks at a table's end, written by this plan's advances. Named blocks that they evict may move down."""
-        for block in self.device.next_evicted(num_blocks):
-            self._save(block, moves)
+        if self.host.num_blocks:
+            for block in self.device.next_evicted(num_blocks):
+                self._save(block, moves)
         return table.grow(num_blocks, moves.step)
 
     def _save(self, block: int, moves: Moves) -> None:

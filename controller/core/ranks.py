@@ -11,6 +11,7 @@ Each rank confirms a digest of what it was told and what came of it. A rank that
 one than rank 0 answered, disagrees; nobody asks who is right. A worker group of one rank agrees with itself.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from kilburn.shared.agreement import step_digest
@@ -91,6 +92,13 @@ class Agreement:
         """A plan is sent to all ranks."""
         self._plans[plan.step] = plan
         self.num_planned = plan.step
+
+    def went_on(self, num_steps: int, under_way: Iterable[StepPlan]) -> None:
+        """So many steps were settled and as many planned, for simulations that take them at once."""
+        self.num_settled += num_steps
+        self.num_planned += num_steps
+        self._newest = [step + num_steps for step in self._newest]
+        self._plans = {plan.step: plan for plan in under_way}
 
     def hear(self, rank: int, message: StepResult | StepDone) -> None:
         """What a rank says of a step. Raises RanksDisagree."""

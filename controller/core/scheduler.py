@@ -205,13 +205,13 @@ class Scheduler:
             swaps_in=moves.swaps_in,
         )
 
-    def planned(self, num_rows: int, num_positions: int) -> None:
-        """A plan of so many rows is complete."""
-        self._next_step += 1
-        self.counters.steps += 1
-        self.sizes.rows.observe(num_rows)
-        self.sizes.positions.observe(num_positions)
-        self.sizes.budget_use.observe(num_positions / self.max_step_tokens)
+    def planned(self, num_rows: int, num_positions: int, num_plans: int = 1) -> None:
+        """A plan of so many rows is complete, or several that are alike."""
+        self._next_step += num_plans
+        self.counters.steps += num_plans
+        self.sizes.rows.observe(num_rows, num_plans)
+        self.sizes.positions.observe(num_positions, num_plans)
+        self.sizes.budget_use.observe(num_positions / self.max_step_tokens, num_plans)
 
     def _plan_decodes(self, draft: Draft, effects: list[Effect]) -> list[Sequence]:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""

@@ -33,7 +33,7 @@ from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate import stretch as stretches
 from kilburn.controller.simulate.gates import Gate
-from kilburn.controller.simulate.quick import QuickWorker
+from kilburn.controller.simulate.quick import QuickHasher, QuickWorker
 from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Machine
 from kilburn.controller.simulate.stretch import Under
@@ -83,8 +83,9 @@ class Cluster:
         sample_s: float = 1.0,
         steps_each: bool = False,
     ) -> None:
-        """`steps_each`: every step is a turn of the engine, though several could be taken at once."""
-        self.engine, self.record, self.gate = Engine(settings), record, gate
+        """`steps_each`: every step is a turn of the engine as it serves, though several could be taken at once."""
+        self.engine = Engine(settings) if steps_each else Engine(settings, new_hasher=QuickHasher)
+        self.record, self.gate = record, gate
         self.num_steps = self.num_sequence_steps = self._num_sent = 0
         self._workers = {worker.peer: worker for worker in workers}
         self._due: list[tuple[float, int, bytes]] = []  # results, as a heap: when, in which order, whose

@@ -10,7 +10,7 @@ distances of time; those over steps count a step by its seconds.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -83,17 +83,25 @@ class Record:
             self.gaps[int((now - seen.last_s) / GAP_S + 0.5)] += 1
         seen.last_s = now
 
-    def emitted_often(self, request_id: int, num_sequences: int, times: Sequence[float]) -> None:
-        """As `emitted` for so many sequences at each of the times, but for the first time, which was told."""
-        seen = self.seen[request_id]
-        most = seen.num_output * seen.width - seen.num_tokens  # what is left: beyond it is padding
-        num_times = min(len(times) - 1, -(-most // num_sequences))
-        if num_times <= 0:
-            return
-        seen.num_tokens += min(num_times * num_sequences, most)
-        for before, now in pairwise(times[: num_times + 1]):
-            self.gaps[int((now - before) / GAP_S + 0.5)] += 1
-        seen.last_s = times[num_times]
+    def emitted_together(self, num_sequences: Mapping[int, int], times: Sequence[float]) -> None:
+        """As `emitted` at each of the times, for so many sequences of each request."""
+        gaps, num_alike = gaps_of(times), 0
+        for request_id, count in num_sequences.items():
+            for _ in range(count):
+                self.emitted(request_id, times[0])
+            seen = self.seen[request_id]
+            most = seen.num_output * seen.width - seen.num_tokens  # what is left: beyond it is padding
+            num_times = min(len(times) - 1, -(-most // count))
+            if num_times <= 0:
+                continue
+            seen.num_tokens += min(num_times * count, most)
+            seen.last_s = times[num_times]
+            if num_times == len(times) - 1:
+                num_alike += 1
+            else:
+                self.gaps += gaps_of(times[: num_times + 1])
+        for gap, number in gaps.items():
+            self.gaps[gap] += number * num_alike
 
     def ended(self, effect: Finished | Beam, now: float) -> bool:
         """Whether that was its last sequence."""
@@ -145,6 +153,11 @@ class Record:
         self.samples += other.samples
         self.saved = (self.saved[0] + other.saved[0], self.saved[1] + other.saved[1])
         self.last_end_s = max(self.last_end_s, other.last_end_s)
+
+
+def gaps_of(times: Sequence[float]) -> Counter[int]:
+    """The gaps between one time and the next, in units of GAP_S."""
+    return Counter([int((now - before) / GAP_S + 0.5) for before, now in pairwise(times)])
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

@@ -11,8 +11,7 @@ the inside, as nothing else here does; but for the hints on names, which come to
 can tell.
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from kilburn.controller.core.home import Home
@@ -24,8 +23,6 @@ from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Load, Machine
 from kilburn.shared.messages import StepPlan, StepResult, Timings
 
-LEAST = 3  # steps: fewer are not worth the look
-
 
 @dataclass(slots=True)
 class Under:
@@ -35,13 +32,12 @@ class Under:
     results: deque[StepResult]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Stretch:
-    """What came of one: the results that are under way after it."""
+    """What came of one."""
 
     num_steps: int
     num_rows: int
-    under: Under
 
 
 def runners(scheduler: Scheduler) -> list[Sequence]:
@@ -76,7 +72,7 @@ def most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
     size, pool = scheduler.block_size, scheduler.pool
     # With a host pool, whoever is evicted may have to go there, which is a move.
     free = pool.num_free if scheduler.memory.host.num_blocks else pool.num_available
-    while most >= LEAST:
+    while most > 0:
         # A block is taken where a position is planned that the table has no slot for.
         taken = sum(max(s.num_planned + most - s.capacity + size - 1, 0) // size for s in sequences)
         if taken <= free:
@@ -90,40 +86,70 @@ def go(home: Home, peer: bytes, machine: Machine, under: Under, until_s: float, 
     scheduler = home.scheduler
     sequences = runners(scheduler)
     most = most_steps(scheduler, sequences) if sequences else 0
-    if most < LEAST or _nth(under, LEAST) >= until_s:
+    if not most or under.ready_s[0] >= until_s:
         return None
-    fills, takes = _crossings(sequences, most, scheduler.block_size)
-    num_rows, cells = len(sequences), sum(sequence.num_planned for sequence in sequences)
-    stretch, times = Stretch(0, num_rows, under), list[float]()
-    while stretch.num_steps < most and under.ready_s[0] < until_s:
-        number, now = stretch.num_steps + 1, under.ready_s.popleft()
-        landed = under.results.popleft()
-        home.agreement.hear(0, landed)
-        home.agreement.settle()
-        _commit(scheduler, landed, now, fills.get(number, ()))
-        cells += num_rows
-        load = Load(num_rows=num_rows, num_cells=cells, num_sampled=num_rows)
-        _plan(scheduler, now, takes.get(number, ()), sequences)
+    times, forwards = _take(scheduler, sequences, most, machine, under, until_s, record)
+    _settle(scheduler, sequences, times)
+    results, plans = _under_way(scheduler, list(under.results)[len(times) :], forwards)
+    under.results = deque(results)
+    home.agreement.went_on(len(times), plans)
+    home.lease.heard(peer, times[-1])
+    record.emitted_together(Counter([sequence.group.request_id for sequence in sequences]), times)
+    return Stretch(len(times), len(sequences))
+
+
+def _take(
+    scheduler: Scheduler,
+    sequences: list[Sequence],
+    most: int,
+    machine: Machine,
+    under: Under,
+    until_s: float,
+    record: Record,
+) -> tuple[list[float], deque[float]]:
+    """What depends on the order of steps: their times, what is learned from them, and blocks.
+
+    Returns when each was committed, and the seconds of those that are under way then.
+    """
+    memory, pacing, costs, flight_s = scheduler.memory, scheduler.pacing, scheduler.costs, scheduler.sizes.flight_s
+    num_rows, size, step = len(sequences), scheduler.block_size, scheduler.flights[-1].step
+    full, taken = _crossings(sequences, most, size)
+    load = Load(num_rows=num_rows, num_cells=sum(sequence.num_planned for sequence in sequences), num_sampled=num_rows)
+    before, ready_s, times = list(under.results), under.ready_s, list[float]()
+    forwards = deque(result.timings.forward_s for result in before)
+    sent_s = deque(flight.sent_at for flight in scheduler.flights)
+    while len(times) < most and ready_s[0] < until_s:
+        now, seconds, number = ready_s.popleft(), forwards.popleft(), len(times) + 1
+        flight_s.observe(now - sent_s.popleft())
+        costs.computed(0, num_rows, seconds)
+        scheduler.counters.worker_forward_s += seconds
+        if number <= len(before):
+            seconds = _apply(scheduler, before[number - 1])
+        pacing.learn(num_rows, 0, seconds)
+        if number in full or number in taken:
+            memory.at(now)
+            for sequence, num_full in full.get(number, ()):
+                _publish(scheduler, sequence, num_full)
+            for sequence in taken.get(number, ()):
+                sequence.own_table.grow(1, step + number)
+                sequence.capacity += size
+        load.num_cells += num_rows
         _, seconds = machine.seconds(load)
-        home.agreement.planned(StepPlan(scheduler.lease, scheduler.flights[-1].step, [], []))
-        result = StepResult(scheduler.lease, scheduler.flights[-1].step, [1] * num_rows, [TOKEN] * num_rows)
-        result.timings = Timings(forward_s=seconds)
-        under.ready_s.append(max(now, under.ready_s[-1] if under.ready_s else now) + seconds)
-        under.results.append(result)
+        sent_s.append(now)
+        ready_s.append((ready_s[-1] if ready_s and ready_s[-1] > now else now) + seconds)
+        forwards.append(seconds)
         record.step(num_rows, seconds, now)
         times.append(now)
-        stretch.num_steps = number
-    for sequence in sequences:
-        _advance(sequence, stretch.num_steps)
-    scheduler.counters.generated_tokens += num_rows * stretch.num_steps
-    home.lease.heard(peer, times[-1])
-    _tell(record, sequences, times)
-    return stretch
+    memory.at(times[-1])
+    return times, forwards
 
 
-def _nth(under: Under, number: int) -> float:
-    """When so many results are there at the earliest."""
-    return under.ready_s[min(number, len(under.ready_s)) - 1]
+def _apply(scheduler: Scheduler, result: StepResult) -> float:
+    """What else a step took that was planned before the stretch, and may have copied blocks. Returns its seconds."""
+    timings, counters = result.timings, scheduler.counters
+    counters.copy_s += timings.moves_s
+    counters.worker_apply_s += timings.apply_s
+    return timings.apply_s - timings.moves_s + timings.forward_s
 
 
 def _crossings(
@@ -141,50 +167,39 @@ def _crossings(
     return full, taken
 
 
-def _commit(scheduler: Scheduler, result: StepResult, now: float, full: Iterable[tuple[Sequence, int]]) -> None:
-    """What commit leaves of a step of decodes, its tokens apart."""
-    flight = scheduler.flights.popleft()
-    scheduler.memory.at(now)
-    scheduler.last_commit_at, scheduler.last_step = now, flight.step
-    scheduler.sizes.flight_s.observe(now - flight.sent_at)
-    timings, counters = result.timings, scheduler.counters  # of plans from before, which may have copied blocks
-    scheduler.pacing.learn(flight.num_decodes, 0, timings.apply_s - timings.moves_s + timings.forward_s)
-    scheduler.costs.computed(0, flight.num_decodes, timings.forward_s)
-    counters.copy_s += timings.moves_s
-    counters.worker_apply_s += timings.apply_s
-    counters.worker_forward_s += timings.forward_s
-    for sequence, num_full in full:
-        missing = num_full * scheduler.block_size - len(sequence.tokens)
-        tokens = sequence.tokens + [TOKEN] * missing if missing > 0 else sequence.tokens
-        blocks = sequence.own_table.blocks[:num_full]
-        scheduler.memory.index.publish(sequence.chain, tokens, blocks, num_full - 1, sequence.group.salt)
+def _publish(scheduler: Scheduler, sequence: Sequence, num_full: int) -> None:
+    """Name a block whose last token is not appended yet."""
+    missing = num_full * scheduler.block_size - len(sequence.tokens)
+    tokens = sequence.tokens + [TOKEN] * missing if missing > 0 else sequence.tokens
+    blocks = sequence.own_table.blocks[:num_full]
+    scheduler.memory.index.publish(sequence.chain, tokens, blocks, num_full - 1, sequence.group.salt)
 
 
-def _plan(scheduler: Scheduler, now: float, full: Iterable[Sequence], sequences: list[Sequence]) -> None:
-    """What plan leaves of a step of decodes, progress apart."""
-    step = scheduler.flights[-1].step + 1 if scheduler.flights else scheduler.last_step + 1
-    for sequence in full:
-        sequence.own_table.grow(1, step)
-        sequence.capacity += scheduler.block_size
-    num_rows = len(sequences)
-    epochs = [sequence.epoch for sequence in sequences]
-    scheduler.flights.append(Flight(step, now, sequences, epochs, [1] * num_rows))
-    scheduler.planned(num_rows, num_rows)
-
-
-def _advance(sequence: Sequence, num_steps: int) -> None:
-    sequence.tokens.extend([TOKEN] * num_steps)
-    sequence.num_computed += num_steps
-    sequence.num_planned += num_steps
-
-
-def _tell(record: Record, sequences: list[Sequence], times: list[float]) -> None:
-    """Every token, as one Emit after the other would."""
+def _settle(scheduler: Scheduler, sequences: list[Sequence], times: list[float]) -> None:
+    """What does not depend on the order of steps."""
+    flights, num_rows, num_steps = scheduler.flights, len(sequences), len(times)
     for sequence in sequences:
-        record.emitted(sequence.group.request_id, times[0])
-    together: dict[int, int] = {}  # request -> its sequences
-    for sequence in sequences:
-        number = sequence.group.request_id
-        together[number] = together.get(number, 0) + 1
-    for number, count in together.items():
-        record.emitted_often(number, count, times)
+        sequence.tokens.extend([TOKEN] * num_steps)
+        sequence.num_computed += num_steps
+        sequence.num_planned += num_steps
+    scheduler.counters.generated_tokens += num_rows * num_steps
+    scheduler.last_commit_at, scheduler.last_step = times[-1], scheduler.last_step + num_steps
+    scheduler.planned(num_rows, num_rows, num_steps)
+    depth, step = len(flights), flights[-1].step + num_steps
+    epochs, counts = [sequence.epoch for sequence in sequences], [1] * num_rows
+    sent_s = times[-depth:]
+    for number, at_s in enumerate(sent_s, step - len(sent_s) + 1):
+        flights.popleft()
+        flights.append(Flight(number, at_s, sequences, epochs, counts))
+
+
+def _under_way(
+    scheduler: Scheduler, before: list[StepResult], forwards: deque[float]
+) -> tuple[list[StepResult], list[StepPlan]]:
+    """The results that are to come, of which those `before` were already; and their plans, as far as anybody looks."""
+    flights, num_rows, results = scheduler.flights, len(scheduler.flights[0].sequences), before
+    for flight, seconds in list(zip(flights, forwards, strict=True))[len(before) :]:
+        result = StepResult(scheduler.lease, flight.step, [1] * num_rows, [TOKEN] * num_rows)
+        result.timings = Timings(forward_s=seconds)
+        results.append(result)
+    return results, [StepPlan(scheduler.lease, flight.step, [], []) for flight in flights]

@@ -51,7 +51,7 @@ def state_of(engine: Engine, peers: list[bytes]) -> list[Any]:
         scheduler = home.scheduler
         found.append([
             (g.request_id, [
-                (s.tokens, s.num_computed, s.num_planned, s.capacity, s.epoch, s.row, s.own_table.blocks, s.chain)
+                (s.tokens, s.num_computed, s.num_planned, s.capacity, s.epoch, s.row, s.own_table.blocks, len(s.chain))
                 for s in g.live
             ])
             for g in scheduler.line.running
@@ -64,7 +64,8 @@ def state_of(engine: Engine, peers: list[bytes]) -> list[Any]:
         pool = scheduler.pool
         found.append([pool.refs(block) for block in range(pool.num_blocks)])
         found.append([pool.held_since(block) for block in range(pool.num_blocks)])
-        found.append(sorted(pool.all_names()))
+        # Names themselves are others where they are quickly made; what is named is not.
+        found.append([name and name.tokens for name in map(pool.name_of, range(pool.num_blocks))])
         found.append([pool.next_evicted(pool.num_available), pool.lifetimes_s.spread(), pool.idle_s.spread()])
         found.append([scheduler.counters, scheduler.sizes.rows.spread(), scheduler.sizes.positions.spread()])
         found.append([scheduler.sizes.budget_use.spread(), scheduler.sizes.flight_s.spread(), scheduler.last_step])
