@@ -65,9 +65,9 @@ class Running:
         """What GET /health says."""
         return self.driver.health().unhealthy is None
 
-    def worker_ended(self, pid: int, reason: str) -> None:
+    def worker_ended(self, name: str, pid: int, reason: str) -> None:
         """The process of a worker is known to be gone. One that never said Hello is ignored."""
-        self.driver.worker_ended(pid, reason)
+        self.driver.worker_ended(name, pid, reason)
 
 
 def engine_settings(settings: ControllerSettings) -> EngineSettings:

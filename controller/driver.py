@@ -34,6 +34,7 @@ from kilburn.controller.core.events import (
     Retire,
     Send,
     Shutdown,
+    Stuck,
     Submit,
     Tick,
     Turn,
@@ -45,6 +46,7 @@ from kilburn.controller.health import Health, judged
 from kilburn.controller.named import NamedPrefixes
 from kilburn.controller.noted import Noted
 from kilburn.controller.onlookers import Onlookers
+from kilburn.controller.processes import RETURNS_S, Processes
 from kilburn.controller.registry import PrefixRegistry
 from kilburn.controller.salts import Salts
 from kilburn.controller.story import Chronicle
@@ -56,7 +58,6 @@ from kilburn.shared.types import LawBroken
 
 log = logging.getLogger("kilburn")
 INT32_MAX = 2**31 - 1
-MOST_PEERS = 1024
 MOST_NAMES = 64  # of named prefixes, for each tenant
 REPEATED_S = 60.0  # a second broken law within so long ends the process
 
@@ -90,7 +91,7 @@ class Driver:
         self._events: list[Event] = []
         self._is_booked = False
         self._timer: asyncio.TimerHandle | None = None
-        self._peers: dict[int, bytes] = {}  # by process id, for those who watch processes
+        self.processes = Processes(engine.settings.silence_s + RETURNS_S)
         self._broken_at = -REPEATED_S
         self._has_workers = asyncio.Event()
         self.retired: set[str] = set()  # worker groups that were told to leave
@@ -130,18 +131,15 @@ class Driver:
     def _note_hello(self, peer: bytes, hello: Hello) -> None:
         self.vocab_size, self.model_digest = hello.vocab_size, hello.model_digest
         self.retired.discard(hello.name)
-        self._peers.pop(hello.pid, None)
-        self._peers[hello.pid] = peer
-        if len(self._peers) > MOST_PEERS:
-            del self._peers[next(iter(self._peers))]
+        self.processes.present(peer, hello)
 
     def retire(self, group: str) -> None:
         """Have a worker group leave. It is missed by nobody until its worker says Hello again."""
         self.retired.add(group)
         self.post(Retire(group))
 
-    def worker_ended(self, pid: int, reason: str) -> None:
-        peer = self._peers.pop(pid, None)
+    def worker_ended(self, name: str, pid: int, reason: str) -> None:
+        peer = self.processes.ended(name, pid)
         if peer is not None:
             self.post(Left(peer, reason))
 
@@ -180,6 +178,8 @@ class Driver:
             self.send(effect.peer, effect.message)
             if self.tracing is not None and type(effect.message) is StepPlan:
                 self.onlookers.tell(self.tracing.sent, effect.message, now)
+        elif type(effect) is Stuck:
+            self.processes.absent(effect.peers, effect.reason)
         elif type(effect) is Names:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:
@@ -236,6 +236,7 @@ class Driver:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self.processes.close()
 
     # --- what is known of the workers
 

@@ -5,7 +5,8 @@
                                                                      curl works
 
 The worker ends with this process whatever happens to it: by SIGTERM in good order, by the kernel (exit_with_parent) if
-this process is killed. A worker that dies is started again, and the engine is told at once: no waiting for silence.
+this process is killed. A worker that dies is started again, and the engine is told at once: no waiting for silence. One
+that is stopped or hangs does not die: it is killed once it is silent, or late, and does not come back.
 With --tp N the worker is N processes, each of which is looked after by itself.
 
 With --groups N there are N workers, each with the whole model, looked after one by one: threads and memory, given or
@@ -88,6 +89,7 @@ class Serving:
     def __init__(self, settings: ServeSettings, phases: Phases) -> None:
         self._settings, self._phases = settings, phases
         self._supervisors: list[Supervisor] = []
+        self._of_worker: dict[str, list[Supervisor]] = {}
         self._given_up: set[str] = set()  # workers that cannot be kept alive
         self._tasks: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -117,6 +119,7 @@ class Serving:
     def _start(self, running: Running) -> None:
         """REST and ROUTER are bound: the workers may come."""
         self._phases.done("controller", f"{running.http_address}, pid {os.getpid()}")
+        running.driver.processes.on_stuck = self._end_stuck
         for number in range(self._settings.groups):
             self._start_worker(worker_settings(self._settings, running.endpoint, number), running)
         self._tasks.append(asyncio.create_task(self._announce(running)))
@@ -127,13 +130,20 @@ class Serving:
             supervisor = Supervisor(
                 command,
                 os.environ,
-                on_end=running.worker_ended,
+                on_end=partial(running.worker_ended, worker.name),
                 say=self._phases.note,
                 # A worker that was drained leaves by itself, and shall not be replaced.
                 is_wanted=partial(_is_wanted, running, worker.name),
             )
             self._supervisors.append(supervisor)
+            self._of_worker.setdefault(worker.name, []).append(supervisor)
             self._tasks.append(asyncio.create_task(self._supervise(supervisor, worker.name, running)))
+
+    def _end_stuck(self, name: str, pid: int, reason: str) -> None:
+        """A process of a worker neither speaks nor ends. One that was not started here is for others to end."""
+        for supervisor in self._of_worker.get(name, []):
+            if supervisor.pid == pid:
+                supervisor.kill(reason)
 
     async def _supervise(self, supervisor: Supervisor, name: str, running: Running) -> None:
         try:

@@ -67,6 +67,7 @@ class Supervisor:
         self._on_end, self._say, self._is_wanted = on_end, say, is_wanted
         self._patience = patience or Patience()
         self._process: asyncio.subprocess.Process | None = None
+        self._killed_since = ""  # why it was killed here; empty: it was not
         self._stopping = False
 
     @property
@@ -81,23 +82,28 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *self._command, env=self._environ, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
-            self._process = process
+            self._process, self._killed_since = process, ""
             if self._stopping:  # said while the process was being made
                 process.terminate()
             status = await process.wait()
             self._process = None
             if self._stopping or not self._is_wanted():
                 return
-            self._on_end(process.pid, f"its process {why(status)}")
+            ended = self._killed_since or why(status)
+            self._on_end(process.pid, f"its process {ended}")
             if status == SETTINGS_STATUS:
                 raise WorkerFailed("the worker cannot run with these settings; its message is above")
             pause_s = self._patience.pause_after(time.monotonic() - begun)
             if pause_s is None:
-                raise WorkerFailed(
-                    f"{self._patience.num_short} workers in a row ended early; the last one {why(status)}"
-                )
-            self._say(f"worker (pid {process.pid}) {why(status)}; starting another in {pause_s:g} s")
+                raise WorkerFailed(f"{self._patience.num_short} workers in a row ended early; the last one {ended}")
+            self._say(f"worker (pid {process.pid}) {ended}; starting another in {pause_s:g} s")
             await asyncio.sleep(pause_s)
+
+    def kill(self, since: str) -> None:
+        """End the process that runs now, whatever state it is in; another is started, as after any end."""
+        if self._process is not None:
+            self._killed_since = f"{since}, and was killed"
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s`. The process is gone when this returns."""

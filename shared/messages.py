@@ -72,6 +72,7 @@ class Hello:
     pid: int = 0  # shown to operators; no meaning to the core
     memory: WorkerMemory = WorkerMemory()  # as measured; left out by older builds
     rendezvous: str = ""  # of rank 0, where there are others: where they meet it in the next lease
+    boot: str = ""  # drawn when the process started: which life of this name it is; empty, as of older builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class Welcome:
     silence_s: float  # no frame for so long: the lease is over
     depth: int  # plans that may be under way at once
     rendezvous: str = ""  # where the ranks of a group meet, as rank 0 said; empty for a world of one
-    step_s: float = 0.0  # a step unanswered for so long ends the lease; 0, as of older builds: not said
+    step_s: float = 0.0  # what any step may take before the lease ends; 0, as of older builds: not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,7 @@ class StepPlan:
     swaps_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (source, destination), both on the device
     swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    allowed_s: float = 0.0  # what it may take, where that is more than the Welcome's step_s; 0: no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +262,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The lease is over."""
+    """The lease is over. Lease 0: none is given for now, and another Hello later may get one."""
 
     lease: int
     reason: str

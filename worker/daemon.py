@@ -166,6 +166,8 @@ class Daemon:
                 self._move(State.LEFT)
             case Gone(lease) if self.state is State.SERVING and lease != self.lease:
                 pass  # of an earlier life
+            case Gone(0, reason):
+                self._join_again(f"no lease yet: {reason}")
             case Gone(_, reason):
                 self._join_again(f"the lease is over: {reason}")
             case LinkLost(reason):
@@ -186,7 +188,7 @@ class Daemon:
         self.lease, self.next_step, self._leased_at = welcome.lease, 1, time.monotonic()
         self._step_s = welcome.step_s or self.patience.step_s
         try:
-            with self._limited():
+            with self._limited(self._step_s):
                 self.steps.begin(welcome.rendezvous, self._step_s)
         except Exception as error:
             log.error("the ranks did not meet for lease %d: %s", welcome.lease, error)
@@ -195,8 +197,8 @@ class Daemon:
         self._waiting_since = time.perf_counter()
         log.info("lease %d begins", welcome.lease)
 
-    def _limited(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.watchdog is None else self.watchdog.limit(self._step_s)
+    def _limited(self, seconds: float) -> AbstractContextManager[None]:
+        return nullcontext() if self.watchdog is None else self.watchdog.limit(seconds)
 
     def _plan(self, plan: StepPlan) -> None:
         if self.state is not State.SERVING or plan.lease != self.lease:
@@ -206,7 +208,7 @@ class Daemon:
         try:
             if plan.step != self.next_step:
                 raise PlanBroken(f"step {plan.step} came where {self.next_step} was due")
-            with self._limited():
+            with self._limited(max(self._step_s, plan.allowed_s)):
                 result = self.steps.run(plan, idle_s)
         except PlanBroken as error:
             log.error("plan %d of lease %d is broken: %s", plan.step, plan.lease, error)

@@ -69,6 +69,7 @@ class Ranks:
         self.part = part or Part()
         self._address, self.device = address, device or torch.device("cpu")
         self._rehearses = True
+        self._patience_s = self._least_patience_s = 0.0  # of a collective; in any step
         self._door: dist.TCPStore | None = None
         # Of values on the device, and of a few on the host.
         self._values: dist.ProcessGroup | None = None
@@ -94,11 +95,11 @@ class Ranks:
         return f"{shown}:{self._door.port}/{secrets.token_hex(16)}"
 
     def meet(self, place: str, patience_s: float) -> None:
-        """Meet at `place`, as the Welcome names it. From now on no collective may take longer than `patience_s`."""
+        """Meet at `place`, as the Welcome names it. No collective may take longer than `patience_s`, or see `allow`."""
         if not self.are_several:
             return
         self.part_ways()
-        self._rehearses = False
+        self._rehearses, self._patience_s, self._least_patience_s = False, patience_s, patience_s
         found = _PLACE.fullmatch(place)
         if found is None:
             raise RanksApart(f"the controller names no place where ranks could meet: {place[:80]!r}")
@@ -122,6 +123,16 @@ class Ranks:
             of_device._timeout = patience
             values = dist.PrefixStore(f"{word}/values", store)
             self._values = dist.ProcessGroupNCCL(values, rank, world, of_device)
+
+    def allow(self, step_s: float) -> None:
+        """A step begins that may take so long, if that is more than what was said when the ranks met."""
+        patience_s = max(step_s, self._least_patience_s)
+        if self._words is None or self._values is None or patience_s == self._patience_s:
+            return
+        self._patience_s = patience_s
+        self._words.set_timeout(timedelta(seconds=patience_s))
+        if self._values is not self._words:
+            self._values.set_timeout(timedelta(seconds=patience_s))
 
     def part_ways(self) -> None:
         """The lease is over. Whoever still waits for this rank in a collective hears of it."""

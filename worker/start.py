@@ -15,6 +15,7 @@ A setting that cannot be met raises SettingsError, which names it and a value th
 
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,6 +250,7 @@ def hello_for(
         world=settings.tp,
         pid=os.getpid(),
         memory=memory,
+        boot=secrets.token_hex(8),
     )
 
 

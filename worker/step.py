@@ -51,6 +51,7 @@ class Executor:
 
     def run(self, plan: StepPlan, idle_s: float = 0.0) -> StepResult:
         """Run one plan. `idle_s` is how long the worker waited for it. Raises PlanBroken."""
+        self.runner.ranks.allow(plan.allowed_s)
         with torch.inference_mode():
             return self._run(plan, idle_s)
 
@@ -59,7 +60,7 @@ class Executor:
         return self.runner.ranks.place()
 
     def begin(self, rendezvous: str, step_s: float) -> None:
-        """A lease begins: the ranks meet. No collective of theirs may take longer than `step_s`."""
+        """A lease begins: the ranks meet. No collective may take longer than `step_s`, or than its plan allows."""
         self.runner.ranks.meet(rendezvous, step_s)
 
     def prepare(self, asked: Prepare, answer: Answer) -> None:

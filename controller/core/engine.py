@@ -79,6 +79,8 @@ from kilburn.shared.messages import (
 )
 from kilburn.shared.types import FinishReason, LawBroken
 
+NAME_TAKEN = "another process has this name, and is heard; give this one a --name of its own"
+
 
 class Engine:
     """See the file's head. Not thread-safe, not async; knows no text, no sockets and no clock."""
@@ -337,8 +339,13 @@ class Engine:
             effects.append(Send(peer, Reject(reason)))
             return
         for other, home in list(self._homes.items()):
-            if home.lease.hello.name == hello.name:
-                self._end_lease(other, "another worker took its name", now, effects)
+            if home.lease.hello.name != hello.name:
+                continue
+            if home.lease.keeps_out(hello):
+                home.lease.next_beat_at = now  # where it cannot be sent, the name is free
+                effects += [Send(peer, Gone(0, NAME_TAKEN)), Note(NoteKind.NAME_TAKEN, f"{hello.name}: {NAME_TAKEN}")]
+                return
+            self._end_lease(other, "another worker took its name", now, effects)
         self._model_digest = hello.model_digest
         self._muster.add(peer, hello)
         if self._muster.is_complete(hello.name):
@@ -348,11 +355,11 @@ class Engine:
             text = f"rank {hello.rank} of {hello.name}: {num_present} of {world} are there"
             effects.append(Note(NoteKind.RANK_WAITS, text))
 
-    def _welcome(self, peers: list[bytes], hello: Hello, now: float, effects: list[Effect]) -> None:
+    def _welcome(self, peers: list[bytes], boots: list[str], hello: Hello, now: float, effects: list[Effect]) -> None:
         """All ranks of a worker group are there."""
         self._leases_began += 1
         settings = self.settings
-        lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now)
+        lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now, boots)
         pool = self._new_pool(hello.num_blocks)
         hasher = self._new_hasher(hello.model_digest, hello.layout.block_size)
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
@@ -462,12 +469,9 @@ class Engine:
         floor_s = self.settings.step_deadline_s
         for peer, home in list(self._homes.items()):
             home.lease.doubt(now)
-            if home.lease.is_silent(now):
-                who = f"rank {home.lease.most_silent} was " if len(home.lease.peers) > 1 else ""
-                self._end_lease(peer, f"{who}silent for {self.settings.silence_s:g} s", now, effects)
-            elif (late_at := home.step_deadline(floor_s)) is not None and now >= late_at:
-                step, allowed_s = home.scheduler.flights[0].step, home.allowed_s(floor_s)
-                self._end_lease(peer, f"step {step} took over {allowed_s:g} s", now, effects)
+            if (stuck := home.overdue(now, floor_s)) is not None:
+                effects.append(stuck)
+                self._end_lease(peer, stuck.reason, now, effects)
             elif home.lease.is_beat_due(now):
                 home.lease.beaten(now)
                 self._tell(home, home.beat, effects)
@@ -506,10 +510,9 @@ class Engine:
         if home.is_held:
             return
         while len(scheduler.flights) < self.settings.depth:
-            plan = scheduler.plan(now, effects)
+            plan = home.plan(now, self.settings.step_deadline_s, effects)
             if plan is None:
                 break
-            home.agreement.planned(plan)
             self._tell(home, plan, effects)
         scheduler.note_stall(now)
         if scheduler.line.ended:

@@ -255,6 +255,14 @@ class Names:
     withdrawn: list[bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """These peers fell silent, or are late with a step: their lease ends, and they may never speak again."""
+
+    peers: tuple[bytes, ...]
+    reason: str
+
+
 class Turn(Enum):
     """What may happen to a request between its Submit and its end, beside tokens."""
 
@@ -286,6 +294,7 @@ class NoteKind(Enum):
     LEASE_BEGAN = "lease began"
     LEASE_ENDED = "lease ended"
     LEASE_LEAVES = "lease leaves"
+    NAME_TAKEN = "name taken"  # a process waits while another has its name
     POISON = "poison"  # a request that ended worker after worker
     LAW_BROKEN = "law broken"
 
@@ -298,4 +307,18 @@ class Note:
     text: str
 
 
-Effect = Refused | Started | PromptScored | Emit | Finished | Beam | Pinned | NotPinned | Send | Names | Note | Turned
+Effect = (
+    Refused
+    | Started
+    | PromptScored
+    | Emit
+    | Finished
+    | Beam
+    | Pinned
+    | NotPinned
+    | Send
+    | Names
+    | Note
+    | Turned
+    | Stuck
+)

@@ -1,14 +1,17 @@
 """One worker group as the engine sees it. Groups know nothing of each other: each has its own pool, line and flight.
 
 A step may take TIMES what it was predicted to take (pacing.py), by a floor at least: so a hung step is found soon where
-steps are short, and a long one is not taken for hung.
+steps are short, and a long one is not taken for hung. Its plan says so to the worker, which ends by the same time.
 """
 
+from dataclasses import replace
+
+from kilburn.controller.core.events import Effect, Stuck
 from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.ranks import Agreement
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
-from kilburn.shared.messages import Beat, Drain
+from kilburn.shared.messages import Beat, Drain, StepPlan
 
 TIMES = 10
 
@@ -37,6 +40,28 @@ class Home:
         """When the oldest step under way is late, counted from the later of its sending and the commit before."""
         flights = self.scheduler.flights
         return max(flights[0].sent_at, self.scheduler.last_commit_at) + self.allowed_s(floor_s) if flights else None
+
+    def overdue(self, now: float, floor_s: float) -> Stuck | None:
+        """Why time ends its lease now, if it does, and whose silence or lateness that is."""
+        lease = self.lease
+        if lease.is_silent(now):
+            who = f"rank {lease.most_silent} was " if len(lease.peers) > 1 else ""
+            return Stuck(lease.silent_peers(now), f"{who}silent for {lease.silence_s:g} s")
+        late_at = self.step_deadline(floor_s)
+        if late_at is not None and now >= late_at:
+            return Stuck(lease.peers, f"step {self.scheduler.flights[0].step} took over {self.allowed_s(floor_s):g} s")
+        return None
+
+    def plan(self, now: float, floor_s: float, effects: list[Effect]) -> StepPlan | None:
+        """The next step's, if there is work; it says what the step may take where that is more than the floor."""
+        plan = self.scheduler.plan(now, effects)
+        if plan is None:
+            return None
+        allowed_s = TIMES * self.scheduler.flights[-1].predicted_s
+        if allowed_s > floor_s:
+            plan = replace(plan, allowed_s=allowed_s)
+        self.agreement.planned(plan)
+        return plan
 
     @property
     def beat(self) -> Beat | Drain:

@@ -5,6 +5,9 @@
 A lease ends once and for ever; whatever its worker says afterwards carries an old number and is dropped. The worker
 comes back by a new Hello, with empty pools. The ranks of a group have one lease, which needs all of them: it was heard
 when the most silent one was.
+
+A name has one lease. While that is heard, another process that comes by the same name waits. The same process, which
+has lost its connection, gets a new lease at once, and so does whoever comes while the old one is suspect.
 """
 
 from collections.abc import Sequence
@@ -47,6 +50,7 @@ class Lease:
     __slots__ = (
         "_heard",
         "beat_s",
+        "boots",
         "heard_at",
         "hello",
         "id",
@@ -61,9 +65,17 @@ class Lease:
     )  # fmt: skip
 
     def __init__(
-        self, id: int, peers: Sequence[bytes], hello: Hello, beat_s: float, silence_s: float, now: float
+        self,
+        id: int,
+        peers: Sequence[bytes],
+        hello: Hello,
+        beat_s: float,
+        silence_s: float,
+        now: float,
+        boots: Sequence[str] = (),
     ) -> None:
         self.id, self.peers, self.hello = id, tuple(peers), hello
+        self.boots = tuple(boots) or (hello.boot,) * len(self.peers)
         self.ranks = {peer: rank for rank, peer in enumerate(peers)}
         self._heard = [now] * len(self.peers)
         self.beat_s, self.silence_s = beat_s, silence_s
@@ -92,6 +104,15 @@ class Lease:
     def most_silent(self) -> int:
         """The rank that was not heard for longest."""
         return self._heard.index(self.heard_at)
+
+    def silent_peers(self, now: float) -> tuple[bytes, ...]:
+        heard = zip(self.peers, self._heard, strict=True)
+        return tuple([peer for peer, heard_at in heard if now >= heard_at + self.silence_s])
+
+    def keeps_out(self, hello: Hello) -> bool:
+        """Whether a process that says Hello by the name of this lease has to wait: another one has it, and is heard."""
+        is_its_own = hello.rank < len(self.boots) and self.boots[hello.rank] == hello.boot
+        return not is_its_own and self.state is not LeaseState.SUSPECT
 
     def heard(self, peer: bytes, now: float) -> None:
         self._heard[self.ranks[peer]] = now

@@ -60,12 +60,13 @@ class Muster:
         ranks = self._waiting.get(name)
         return ranks is not None and len(ranks) == _any_of(ranks).world
 
-    def take(self, name: str) -> tuple[list[bytes], Hello]:
-        """The peers of a complete group in order of their ranks, and what they can do together."""
+    def take(self, name: str) -> tuple[list[bytes], list[str], Hello]:
+        """The peers of a complete group in order of their ranks, which lives these are, and what they do together."""
         ranks = self._waiting.pop(name)
         peers, hellos = zip(*[ranks[rank] for rank in sorted(ranks)], strict=True)
         least = {name: min(getattr(hello, name) for hello in hellos) for name in ("num_blocks", "num_host_blocks")}
-        return list(peers), replace(hellos[0], num_blocks=least["num_blocks"], num_host_blocks=least["num_host_blocks"])
+        together = replace(hellos[0], num_blocks=least["num_blocks"], num_host_blocks=least["num_host_blocks"])
+        return list(peers), [hello.boot for hello in hellos], together
 
 
 # What all ranks of a group say alike.

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 import zmq.asyncio
@@ -38,6 +38,7 @@ from kilburn.shared.messages import (
 )
 
 HIGH_WATER_MARK = 10_000  # messages; the fake never means to lose one
+JOIN_AGAIN_S = 0.25
 
 
 def fake_hello(
@@ -140,6 +141,9 @@ class FakeDaemon:
             case Gone(lease=gone) if gone == lease:
                 self._worker = None
                 await socket.send(encode(self.hello))
+            case Gone(lease=0):  # another has the name still
+                await asyncio.sleep(JOIN_AGAIN_S)
+                await socket.send(encode(self.hello))
             case Drain(lease=drained) if drained == lease:
                 await socket.send(encode(Goodbye("drained")))
                 await asyncio.sleep(0.05)  # linger is 0: let the farewell leave
@@ -196,6 +200,7 @@ def main() -> None:
         max_len=options.max_len,
         vocab_size=options.vocab_size,
     )
+    hello = replace(hello, boot=os.urandom(8).hex())
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve_fake(options.address, hello=hello, delay_s=options.delay_s))
 

@@ -36,6 +36,7 @@ from kilburn.controller.core.events import (
     Shutdown,
     Started,
     Stop,
+    Stuck,
     Submit,
     Tick,
     Unpin,
@@ -322,6 +323,7 @@ class World:
     def _born(self, hello: Hello) -> None:
         self.num_born += 1
         peer = f"{hello.name}-{self.num_born}".encode()
+        hello = replace(hello, boot=peer.decode())
         scale = self.scenario
         body = (Follower if hello.rank else Body)(
             peer, hello, scale.silence_s, scale.step_s, self.now, scale.move_s, scale.compute_s
@@ -444,7 +446,7 @@ class World:
                 rows = views[plan.lease].rows if plan.lease in views else {}
                 about = {rows[row].request_id for row in plan.rows if row in rows}
                 return frozenset(about | {admit.sampling.seed >> 32 for admit in plan.admits})
-            case Send() | Note() | Names():
+            case Send() | Note() | Names() | Stuck():
                 return frozenset()
             case Pinned(prefix_id) | NotPinned(prefix_id):
                 return frozenset({prefix_id})

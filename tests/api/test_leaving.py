@@ -85,8 +85,8 @@ async def test_a_worker_that_is_lost_and_comes_back_goes_unnoticed(tmp_path: Pat
         body = {"prompt": "hello", "max_tokens": 60}
         answers = [asyncio.ensure_future(world.post(COMPLETION, body)) for _ in range(4)]
         await world.until(lambda: world.daemon.steps > 10)
-        world.running.worker_ended(world.daemon.hello.pid, "killed")
-        world.running.worker_ended(999_999, "never known")
+        world.running.worker_ended(world.daemon.hello.name, world.daemon.hello.pid, "killed")
+        world.running.worker_ended("nobody", 999_999, "never known")
         for status, whole in await asyncio.gather(*answers):
             assert (status, whole["choices"][0]["text"]) == (200, text_after(60))
         assert world.driver.engine.snapshot().leases_ended == 1

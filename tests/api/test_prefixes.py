@@ -140,7 +140,7 @@ async def test_what_cannot_be_held_is_refused_and_says_why(tmp_path: Path) -> No
 async def test_it_is_held_again_after_a_worker_was_lost(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         about = await pinned(world, {"name": "kept", "text": SYSTEM})
-        world.driver.worker_ended(world.daemon.hello.pid, "killed")
+        world.driver.worker_ended(world.daemon.hello.name, world.daemon.hello.pid, "killed")
         await world.until(lambda: world.driver.engine.snapshot().leases_ended == 1)
         await world.until(lambda: pinned_blocks(world) == about["blocks"])
         assert (await call(world, "GET", f"{PATH}/kept"))[1] == about

@@ -98,7 +98,7 @@ async def test_a_worker_that_is_lost_on_the_way_leaves_no_position_out_and_none_
         body = {"prompt": WORDS, "max_tokens": 2, "prompt_logprobs": 1}
         asked = asyncio.ensure_future(world.post(COMPLETION, body))
         await world.until(lambda: world.daemon.steps > 4)
-        world.running.worker_ended(world.daemon.hello.pid, "killed")
+        world.running.worker_ended(world.daemon.hello.name, world.daemon.hello.pid, "killed")
         _, whole = await asked
         assert without_names(whole["choices"][0]["prompt_logprobs"]) == told_as_vllm_does(PROMPT, 1)
         assert world.driver.engine.snapshot().leases_ended == 1

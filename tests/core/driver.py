@@ -35,6 +35,7 @@ from kilburn.controller.core.events import (
     Send,
     Started,
     Stop,
+    Stuck,
     Submit,
     Unpin,
 )
@@ -65,6 +66,7 @@ class Log:
     beams: dict[int, list[Beam]] = field(default_factory=dict)
     pinned: list[Pinned] = field(default_factory=list)
     not_pinned: list[NotPinned] = field(default_factory=list)
+    stuck: list[Stuck] = field(default_factory=list)
 
 
 class Hand:
@@ -246,6 +248,8 @@ class Hand:
                 known |= set(published)
             case Note():
                 self.log.notes.append(effect)
+            case Stuck():
+                self.log.stuck.append(effect)
 
     def _expect_live(self, request: int, index: int) -> None:
         assert (request, index) not in self.log.finished, "nothing is said after a Finished"

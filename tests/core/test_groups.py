@@ -207,6 +207,8 @@ def test_a_step_may_take_ten_times_what_was_predicted_and_the_floor_at_least(tok
     hand = several("a")
     hand.scheduler(b"a").pacing.learn(0, 100, 100 * token_s)
     hand.submit(PROMPT, max_tokens=3)
+    # The worker's own deadline is the same: the plan says what it may take, where that is more than the Welcome's.
+    assert max(SETTINGS.step_deadline_s, hand.workers[b"a"].plans[0].allowed_s) == pytest.approx(allowed_s)
     while hand.now < allowed_s - 0.25:
         hand.say(Beat(1, 0), b"a", after_s=0.25)
     assert hand.workers

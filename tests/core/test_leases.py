@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.events import Arrived, Left, NoteKind, Shutdown, Tick
+from kilburn.controller.core.engine import NAME_TAKEN
+from kilburn.controller.core.events import Arrived, Left, NoteKind, Shutdown, Stuck, Tick
 from kilburn.controller.core.lease import MOVES, Lease, LeaseState
 from kilburn.controller.core.settings import EngineSettings
-from kilburn.shared.messages import Beat, Drain, Gone, Goodbye, Reject, StepDone, StepFailed, StepPlan, Welcome
+from kilburn.shared.messages import Beat, Drain, Gone, Goodbye, Hello, Reject, StepDone, StepFailed, StepPlan, Welcome
 from kilburn.shared.types import FinishReason, LawBroken
 from tests.core.driver import Hand, settings_of_depth
 from tests.core.worker import hello
@@ -109,6 +110,56 @@ def test_a_new_process_takes_over_the_name_of_the_old() -> None:
     hand.expect_empty(b"w-2")
 
 
+FIRST, SECOND = replace(hello(), boot="first"), replace(hello(), boot="second")
+
+
+def named_first() -> Hand:
+    """A worker of the life `first` in the middle of its work, and 1 s later."""
+    hand = Hand(SETTINGS)
+    hand.say_hello(FIRST, b"w-1")
+    hand.submit(PROMPT, max_tokens=9)
+    hand.say(Beat(1, 0), b"w-1", after_s=1.0)
+    return hand
+
+
+def test_another_process_waits_while_the_one_of_its_name_is_heard() -> None:
+    hand = named_first()
+    for number in range(2, 9):
+        hand.say_hello(SECOND, b"w-%d" % number)
+        assert messages(hand, Gone, b"w-%d" % number) == [Gone(0, NAME_TAKEN)]
+        hand.say(Beat(1, 0), b"w-1", after_s=1.0)
+    assert not reasons(hand)
+    assert [note.kind for note in hand.log.notes].count(NoteKind.NAME_TAKEN) == 7
+    hand.run()
+    hand.check(1)
+
+
+def test_whoever_asks_for_a_name_has_its_owner_asked_whether_it_is_there() -> None:
+    hand = named_first()
+    num_beats = len(messages(hand, Beat))
+    hand.say_hello(SECOND, b"w-2")
+    assert len(messages(hand, Beat)) == num_beats + 1
+    hand.handle(Left(b"w-1", "cannot be reached"))
+    hand.say_hello(SECOND, b"w-3")
+    assert hand.engine.leases == {"w": 2}
+
+
+@pytest.mark.parametrize(
+    ("comes", "after_s"),
+    [(FIRST, 0.0), (SECOND, 2.0), (SECOND, 4.0)],
+    ids=["the same process over another connection", "while the old one is suspect", "after it"],
+)
+def test_a_name_that_is_not_held_any_more_is_given_at_once(comes: Hello, after_s: float) -> None:
+    hand = named_first()
+    hand.handle(Tick(), after_s=after_s)
+    hand.say_hello(comes, b"w-2")
+    assert list(hand.workers) == [b"w-2"]
+    assert not messages(hand, Gone, b"w-2")
+    hand.run()
+    hand.check(1)
+    hand.expect_empty(b"w-2")
+
+
 def test_workers_of_other_names_serve_side_by_side() -> None:
     hand = Hand(SETTINGS)
     hand.say_hello(hello(name="a", max_rows=2), b"a-1")
@@ -184,6 +235,7 @@ def test_silence_ends_it() -> None:
     assert hand.workers
     hand.handle(Tick(), after_s=0.001)
     assert reasons(hand) == ["lease 1: silent for 4 s"]
+    assert hand.log.stuck == [Stuck((b"w-1",), "silent for 4 s")]
     assert len(messages(hand, Gone)) == 1
     expect_recovery(hand)
 
@@ -201,6 +253,7 @@ def test_progress_and_not_a_pulse_proves_life() -> None:
     assert hand.workers
     beat_until(hand, 10.0)
     assert reasons(hand) == [f"lease 1: step {step} took over 10 s"]
+    assert hand.log.stuck == [Stuck((b"w-1",), f"step {step} took over 10 s")]
     expect_recovery(hand)
 
 
@@ -254,6 +307,7 @@ def test_any_doubt_ends_it(event: Arrived | Left, words: str) -> None:
     hand = at_work()
     hand.handle(event)
     assert words in reasons(hand)[0]
+    assert not hand.log.stuck, "it speaks"
     expect_recovery(hand)
 
 

@@ -6,7 +6,19 @@ from dataclasses import replace
 import pytest
 
 from kilburn.controller.core.engine import Engine
-from kilburn.controller.core.events import Arrived, Effect, Emit, Event, Finished, Left, Send, Shutdown, Submit, Tick
+from kilburn.controller.core.events import (
+    Arrived,
+    Effect,
+    Emit,
+    Event,
+    Finished,
+    Left,
+    Send,
+    Shutdown,
+    Stuck,
+    Submit,
+    Tick,
+)
 from kilburn.controller.core.lease import LeaseState
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
@@ -238,6 +250,19 @@ def test_silence_of_one_rank_is_silence_of_all() -> None:
     group.handle(Tick())
     assert not group.engine.leases
     assert all(Gone(1, "rank 1 was silent for 4 s") in group.told(rank) for rank in range(3))
+    assert Stuck((peer(1),), "rank 1 was silent for 4 s") in group.said
+
+
+def test_a_stranger_does_not_take_the_place_of_a_rank_that_is_heard() -> None:
+    group = Group()
+    boots = [f"life of rank {rank}" for rank in range(3)]
+    group.handle(*[Arrived(peer(rank), rank_hello(rank, boot=boots[rank])) for rank in range(3)])
+    for rank in range(3):
+        group.handle(Arrived(b"other", rank_hello(rank, boot=boots[rank - 1])))
+        assert [e.message.lease for e in group.said if isinstance(e, Send) and isinstance(e.message, Gone)] == [0]
+        assert group.engine.leases == {"w": 1}
+    group.handle(Arrived(b"other", rank_hello(1, boot=boots[1])))
+    assert not group.engine.leases, "it is rank 1 itself, over another connection"
 
 
 def test_a_late_confirmation_is_the_steps_deadline() -> None:

@@ -24,6 +24,7 @@ HELLO = m.Hello(
     4711,
     m.WorkerMemory(538 << 20, 1 << 20, 2 << 20, 3000, 5 << 30),
     "127.0.0.1:4711/00112233445566778899aabbccddeeff",
+    "0f1e2d3c4b5a6978",
 )
 SAMPLING = Sampling(
     0.5,
@@ -69,7 +70,7 @@ FROM_CONTROLLER: dict[str, m.FromController] = {
     "welcome": m.Welcome(9, 0.5, 2.5, 2, "127.0.0.1:4711/00112233445566778899aabbccddeeff", 60.0),
     "reject": m.Reject("another model"),
     "plan": m.StepPlan(
-        9, 5, [3, 0, 1], [4, 1, 1], [0, 0, 2], [8, 9, 10], [ADMIT], [(1, 2)], [(3, 4), (5, 6)], [(2, 11)]
+        9, 5, [3, 0, 1], [4, 1, 1], [0, 0, 2], [8, 9, 10], [ADMIT], [(1, 2)], [(3, 4), (5, 6)], [(2, 11)], 75.5
     ),
     "plan of decodes": m.StepPlan(9, 6, [0, 1, 2], [1, 1, 1]),
     "plan of beams": m.StepPlan(
@@ -149,6 +150,7 @@ def plans(draw: st.DrawFn) -> m.StepPlan:
         draw(PAIRS),
         draw(PAIRS),
         draw(PAIRS),
+        draw(REALS),
     )
 
 
@@ -202,6 +204,8 @@ ANY: dict[type, st.SearchStrategy] = {
         POSITIVES,
         NATURALS,
         st.builds(m.WorkerMemory, COUNTERS, COUNTERS, COUNTERS, COUNTERS, COUNTERS),
+        TEXTS,
+        TEXTS,
     ),
     m.StepResult: results(),
     m.Beat: st.builds(m.Beat, COUNTERS, COUNTERS),

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from kilburn.worker.models import weights
 from kilburn.worker.models.config import ModelConfig
 from kilburn.worker.parallel import Part, Ranks
 from kilburn.worker.start import make_ready
+from kilburn.worker.watchdog import Watchdog
 from tests.worker.tiny_models import make_tiny
 from tests.worker.toy import MAX_LEN, VOCAB, ToyModel, admit, layout, oracle, toy_executor
 
@@ -85,14 +86,14 @@ class Controller:
 class Life:
     """A daemon in a thread."""
 
-    def __init__(self, endpoint: str, part: Part) -> None:
+    def __init__(self, endpoint: str, part: Part, watchdog: Watchdog | None = None) -> None:
         self.model = ToyModel()
         self.stop = threading.Event()
         self.link = WorkerLink(endpoint, "worker-0")
         executor = toy_executor(self.model)
         executor.runner.ranks = Ranks(part)
         hello = replace(HELLO, rank=part.rank, world=part.world)
-        self.daemon = Daemon(hello, executor, self.link, self.stop, SOON)
+        self.daemon = Daemon(hello, executor, self.link, self.stop, SOON, watchdog)
         self.exit_code: int | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -109,9 +110,9 @@ class Life:
 
 
 @contextmanager
-def controlled(part: Part = ALONE) -> Iterator[tuple[Controller, Life]]:
+def controlled(part: Part = ALONE, watchdog: Watchdog | None = None) -> Iterator[tuple[Controller, Life]]:
     controller = Controller()
-    life = Life(controller.endpoint, part)
+    life = Life(controller.endpoint, part, watchdog)
     try:
         yield controller, life
     finally:
@@ -199,6 +200,36 @@ def test_leases_that_end_at_once_are_asked_for_ever_more_rarely() -> None:
             waits.append(life.daemon._wait_s)
             controller.say(m.Gone(lease, "another worker took its name"))
         assert waits == [0.02, 0.04, 0.08, 0.1, 0.1]
+
+
+def test_a_worker_whose_name_another_has_asks_again_under_another_identity() -> None:
+    with controlled() as (controller, life):
+        for _ in range(3):
+            assert isinstance(controller.heard(), m.Hello)
+            before = controller.peer
+            controller.say(m.Gone(0, "another process has this name"))
+        controller.welcomed(lease=9)
+        assert controller.peer != before
+        controller.say(plan(9, 1, 0, 4, BORN))
+        assert controller.heard().tokens == oracle(life.model, PROMPT, GREEDY, 1)
+
+
+def test_a_steps_deadline_is_the_leases_or_its_plans_if_that_is_later() -> None:
+    allowed_s: list[float] = []
+
+    class Noting(Watchdog):
+        def limit(self, seconds: float) -> AbstractContextManager[None]:
+            allowed_s.append(seconds)
+            return super().limit(seconds)
+
+    with controlled(watchdog=Noting(lambda: False)) as (controller, _):
+        assert isinstance(controller.heard(), m.Hello)
+        controller.say(m.Welcome(7, beat_s=0.5, silence_s=60.0, depth=2, step_s=60.0))
+        controller.say(plan(7, 1, 0, 4, BORN))
+        controller.say(replace(plan(7, 2), allowed_s=75.0))
+        controller.say(plan(7, 3))
+        assert [controller.heard().step for _ in range(3)] == [1, 2, 3]
+    assert allowed_s == [60.0, 60.0, 75.0, 60.0], "of the meeting, and of each step"
 
 
 def test_a_gap_in_the_steps_ends_the_lease() -> None:

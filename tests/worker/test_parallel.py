@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -243,3 +244,18 @@ def test_ranks_meet_nowhere_but_where_they_were_bound(place: str, words: str) ->
         ranks.meet(place, 1.0)
     with pytest.raises(RuntimeError, match="have parted"):
         ranks.sum(torch.zeros(1))
+
+
+def test_a_collective_may_take_what_its_step_may_and_no_longer() -> None:
+    first, second = Ranks(Part(0, 2)), Ranks(Part(1, 2))
+    place, floor_s = first.place(), 60.0
+    meeting = Thread(target=second.meet, args=(place, floor_s))
+    meeting.start()
+    first.meet(place, floor_s)
+    meeting.join()
+    assert first._words is not None
+    for plan_s, patience_s in ((0.0, 60.0), (75.0, 75.0), (5.0, 60.0)):
+        first.allow(plan_s)
+        assert first._words.options._timeout.total_seconds() == patience_s
+    first.part_ways()
+    second.part_ways()
