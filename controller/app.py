@@ -20,6 +20,7 @@ from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.crossing import Origins
+from kilburn.controller.api.readers import Readers
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
 from kilburn.controller.calls.forms import FORMS
@@ -198,6 +199,7 @@ async def running_controller(
         limits={name: getattr(settings, name) for name in LIMITS},
     )
     app = application(service, keyring, settings.max_body, Origins(settings.cors_origins))
+    Readers(settings.stalled_seconds, driver.streams.counts.stall).watch_all(app)
     runner = runner_of(app, settings.max_url, settings.max_header)
     alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:

@@ -30,6 +30,7 @@ class Counts:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)  # requests, by the reason of their last sequence
+        self.stalled = 0  # clients that were disconnected because they did not read
         self.refused: dict[str, int] = {}  # by what the client was told: a code of ours, of which there are few
         self.queue_s = Histogram(SPANS_S)
         self.prefill_s = Histogram(SPANS_S)
@@ -47,6 +48,9 @@ class Counts:
 
     def refusal(self, code: str) -> None:
         self.refused[code] = self.refused.get(code, 0) + 1
+
+    def stall(self) -> None:
+        self.stalled += 1
 
 
 class Pace:

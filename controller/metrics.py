@@ -154,6 +154,8 @@ EDGE_FIGURES: tuple[Figure[Streams], ...] = (
     _edge("request_prompt_tokens", "tokens of a request's prompt", lambda c: c.prompt_lengths.spread(), HISTOGRAM),
     _edge("request_output_tokens", "tokens of a request's answer, all its sequences together",
           lambda c: c.answer_lengths.spread(), HISTOGRAM),
+    _edge("clients_stalled", "clients that were disconnected as they read nothing of their answers",
+          lambda c: c.stalled, COUNTER),
     Figure("streams_open", GAUGE, "answers that somebody waits for", (), single(lambda s: s.num_answers)),
     Figure("outbox_characters", GAUGE, "text of streams that their readers have not taken", (),
            single(lambda s: s.outbox_characters())),

@@ -78,6 +78,7 @@ TLS_KEY = "its private key (PEM)"
 MAX_BODY = "largest request body"
 MAX_HEADER = "largest header of a request"
 MAX_URL = "longest first line of a request, with its URL"
+STALLED = "a client that reads nothing of its answer for so long is disconnected; 0: none is"
 QUANTIZATIONS = Choice(("none", "int8"))
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
@@ -141,6 +142,7 @@ class ControllerSettings(Settings):
     keep_alive_seconds: float = setting(
         15.0, Duration(0.0, 3600.0), "silence of a stream after which a comment is sent; 0: none is"
     )
+    stalled_seconds: float = setting(60.0, Duration(0.0, 86400.0), STALLED)
     max_prompts: int = setting(64, Count(1, 1024), "prompts of one call of completions")
     max_prompt_tokens: int = setting(0, Count(0, 1 << 30), "tokens of one prompt; 0: as many as the model takes")
     max_messages: int = setting(4096, Count(1, 65536), "messages or items of one conversation")
@@ -307,6 +309,7 @@ class GatewaySettings(Settings):
     max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
     max_header: int = setting(8190, Size(1024), MAX_HEADER)
     max_url: int = setting(8190, Size(1024), MAX_URL)
+    stalled_seconds: float = setting(60.0, Duration(0.0, 86400.0), STALLED)
     lost_seconds: float = setting(
         5.0, Duration(0.05, 600.0), "a controller that answers nothing for so long is lost, and so are its streams"
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
+from kilburn.controller.api.readers import Readers
 from kilburn.controller.gateway.door import Door, door_application
 from kilburn.controller.gateway.fleet import Fleet
 from kilburn.controller.gateway.forward import Forwarder
@@ -73,7 +74,9 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         forwarder = Forwarder(session, fleet)
         metrics = GatewayMetrics(GatewaySources(fleet, forwarder.counters, registry.counters))
         door = Door(fleet, forwarder, prompts, metrics)
-        runner = runner_of(door_application(door, keyring, settings.max_body), settings.max_url, settings.max_header)
+        app = door_application(door, keyring, settings.max_body)
+        Readers(settings.stalled_seconds, forwarder.counters.stall).watch_all(app)
+        runner = runner_of(app, settings.max_url, settings.max_header)
         registry.listen(prompts.heard)
         registry.watch(fleet.heard)
         try:

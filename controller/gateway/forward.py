@@ -43,8 +43,12 @@ class ForwardCounters:
     retried: int = 0  # tries after the first
     unanswered: int = 0  # requests that no controller took
     broken: int = 0  # streams that ended with an error event, as their controller was lost
+    stalled: int = 0  # clients that were disconnected because they did not read
     hit_tokens: int = 0  # of prompts, by the hints of the controller that was asked first
     prompt_tokens: int = 0
+
+    def stall(self) -> None:
+        self.stalled += 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,8 @@ SERVICE: tuple[Figure[GatewaySources], ...] = (
            single(lambda s: s.forwarded.unanswered)),
     Figure("streams_broken", COUNTER, "streams that ended with an error, as their controller was lost", (),
            single(lambda s: s.forwarded.broken)),
+    Figure("clients_stalled", COUNTER, "clients that were disconnected as they read nothing of their answers", (),
+           single(lambda s: s.forwarded.stalled)),
     Figure("prompt_tokens", COUNTER, "tokens of prompts that were read here", (),
            single(lambda s: s.forwarded.prompt_tokens)),
     Figure("hit_tokens", COUNTER, "of these, tokens that the controller asked first was said to have computed", (),

@@ -8,7 +8,6 @@ say so: a browser would not let them. The page sends its key in a header, which 
 feed with fetch.
 """
 
-import asyncio
 import hashlib
 from contextlib import aclosing
 from pathlib import Path
@@ -21,7 +20,6 @@ from kilburn.controller.api.sse import EventStream, frame
 from kilburn.controller.page.feed import Feed, TooManyViewers
 
 FOLDER = Path(__file__).parent
-SLOWEST_WRITE_S = 30.0  # a viewer that takes nothing for so long has left
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "Content-Security-Policy": (
@@ -75,18 +73,11 @@ class PageRoutes:
                 raise ApiError(503, "the server is shutting down", code="shutting_down") from None
             stream = EventStream(request, {"X-Content-Type-Options": "nosniff"})
             await stream.open()
-            await self._send(stream, event)
+            await stream.write(frame(event))
             async for event in events:
-                await self._send(stream, event)
+                await stream.write(frame(event))
             await stream.end()
             return stream.response
-
-    async def _send(self, stream: EventStream, event: str) -> None:
-        try:
-            async with asyncio.timeout(SLOWEST_WRITE_S):
-                await stream.write(frame(event))
-        except TimeoutError:
-            raise ConnectionResetError("a viewer takes nothing any more") from None
 
     async def close(self, app: web.Application) -> None:
         """On shutdown: streams that never end by themselves would hold it up."""
