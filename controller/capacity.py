@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kilburn.controller.core.policy import Preemption
 from kilburn.controller.plan import files_of
-from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed
+from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed, superposed
 from kilburn.controller.simulate.devices import Device, DeviceError, Reach, device_named, measured
 from kilburn.controller.simulate.outcome import Outcome, outcome_of
 from kilburn.controller.simulate.record import Objectives
@@ -162,6 +162,8 @@ def recorded(settings: SimulateSettings) -> list[Asked]:
 
 def requests_at(settings: SimulateSettings, found: list[Asked], rate: float) -> list[Asked]:
     """`rate`: 0 for the trace's own times."""
+    if not rate and settings.load_factor > 1:
+        return superposed(replayed(found, settings.speed), settings.load_factor, settings.seconds)
     if not rate:
         return replayed(found, settings.speed, settings.seconds)
     if found[0].prefix_blocks:  # its order is part of it: what comes again comes after

@@ -1,7 +1,8 @@
-"""What `kilburn simulate` and `kilburn tune` print: a table for people, or one JSON object."""
+"""What `kilburn simulate` and `kilburn tune` print: a table for people, or one JSON object; and drawings of it."""
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kilburn.controller.capacity import Cluster, Result, cluster_of, recommended, simulate
+from kilburn.controller.capacity_plot import draw, require_drawable
 from kilburn.shared.config import SimulateSettings, TuneSettings
 
 HEADS = ("rate", "groups", "block", "policy", "requests", "first s", "", "gap ms", "", "norm. ms", "good %", "good /s",
@@ -42,6 +44,8 @@ def run_tune_block_size(settings: TuneSettings) -> int:
 
 
 def _simulated(settings: SimulateSettings) -> list[Result]:
+    if settings.plot:
+        require_drawable(Path(settings.plot))
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=None)
@@ -49,7 +53,10 @@ def _simulated(settings: SimulateSettings) -> list[Result]:
         def tell(num_done: int, total: int) -> None:
             progress.update(bar, advance=num_done, total=total)
 
-        return simulate(settings, tell)
+        results = simulate(settings, tell)
+    if settings.plot:
+        draw(results, Path(settings.plot))
+    return results
 
 
 def _show(settings: SimulateSettings, results: list[Result]) -> None:

@@ -80,6 +80,7 @@ MAX_HEADER = "largest header of a request"
 MAX_URL = "longest first line of a request, with its URL"
 STALLED = "a client that reads nothing of its answer for so long is disconnected; 0: none is"
 QUANTIZATIONS = Choice(("none", "int8"))
+PLOT_FORMS = (".svg", ".png", ".pdf")
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
@@ -440,6 +441,9 @@ class SimulateSettings(Settings):
     )
     trace: str = setting("", Text("FILE"), "recorded requests, or a folder of ServeGen's clients; empty: by lengths")
     speed: float = setting(1.0, Number(0.001, 100_000), "the trace's own times, so many times as fast")
+    load_factor: int = setting(
+        1, Count(1, 100_000), "so many times a trace's load: it and copies of it that begin at other moments of it"
+    )
     rates: tuple[float, ...] = setting(
         (), Numbers(0.001, 1_000_000), "requests a second, as a Poisson process; each is a run; none: the trace's times"
     )
@@ -455,6 +459,7 @@ class SimulateSettings(Settings):
     seed: int = setting(0, Count(0, 1 << 60), "of whatever is drawn")
     jobs: int = setting(0, Count(0, 1024), "processes; 0: as many as there are cores")
     json: bool = setting(False, Switch(), "print one JSON object instead of a table")
+    plot: str = setting("", Text("FILE"), "draw the runs into this .svg, .png or .pdf too; needs kilburn[plots]")
 
     def faults(self) -> Iterable[tuple[str, str]]:
         yield from super().faults()
@@ -466,6 +471,10 @@ class SimulateSettings(Settings):
             yield "seconds", "only a trace with times of its own comes to an end; give a time such as 10m"
         if self.choices > self.max_rows:
             yield "choices", f"must not be more than max_rows; give {self.max_rows} or fewer"
+        if self.load_factor > 1 and (self.rates or not self.trace):
+            yield "load_factor", "multiplies the load of a trace at its own times; leave out --rates and give a --trace"
+        if self.plot and not self.plot.lower().endswith(PLOT_FORMS):
+            yield "plot", f"must end with {', '.join(PLOT_FORMS)}, which says the form of the drawing"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,22 @@ def replayed(asked: Iterable[Asked], speed: float, seconds: float = 0.0) -> list
     return [replace(one, at_s=(one.at_s or 0.0) / speed) for one in timed if not seconds or (one.at_s or 0.0) < seconds]
 
 
+def superposed(asked: Sequence[Asked], factor: int, seconds: float) -> list[Asked]:
+    """So many times the load of a trace with times: copy number i begins at i / factor of it, and goes round.
+
+    Those of the first `seconds`, if not 0. Copies are of other people: their prompts have nothing in common.
+    """
+    length_s = max((one.at_s or 0.0 for one in asked), default=0.0)
+    most_s, found = seconds or length_s, list[Asked]()
+    for copy in range(factor):
+        for one in asked:
+            at_s = (one.at_s or 0.0) - copy / factor * length_s
+            at_s += length_s if at_s < 0 else 0.0
+            if at_s < most_s or factor == 1:
+                found.append(replace(one, at_s=at_s, prefix_blocks=tuple(b * factor + copy for b in one.prefix_blocks)))
+    return sorted(found, key=lambda one: one.at_s or 0.0)
+
+
 def cut(asked: Asked, max_len: int) -> Asked:
     """So that it fits: an answer of at most half, and of the prompt what is left."""
     num_output = min(asked.num_output, max_len // 2)

@@ -24,6 +24,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
     "controller.core": (),
     "controller.app": ("aiohttp", "opentelemetry"),  # which is named there for its type, and imported by nobody unasked
     "controller.tracing": ("opentelemetry",),
+    "controller.capacity_plot": ("matplotlib",),  # when somebody asks for a drawing
     "controller.grammar_check": ("llguidance",),  # a process of its own
     "controller": ("aiohttp", "jinja2", "msgpack", "prometheus_client", "redis", "rich", "tokenizers", "yarl", "zmq"),
 }

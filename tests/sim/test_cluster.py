@@ -15,7 +15,7 @@ from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Send, Submit
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.simulate.cluster import Cluster, Worker
-from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed, submits
+from kilburn.controller.simulate.demand import Decoding, best_hit_share, cut, poisson, replayed, submits, superposed
 from kilburn.controller.simulate.devices import DEVICES, DeviceError, Reach, measured
 from kilburn.controller.simulate.fake_daemon import fake_hello, limits_of
 from kilburn.controller.simulate.fake_worker import FakeWorker
@@ -264,6 +264,13 @@ def test_arrivals() -> None:
     assert all(0 < (a.at_s or 0) < 40 for a in drawn)
     trace = [Asked(3.0, 1, 1), Asked(1.0, 2, 1), Asked(9.0, 3, 1)]
     assert replayed(trace, speed=2.0, seconds=5.0) == [Asked(0.5, 2, 1), Asked(1.5, 1, 1)]
+    # Copies of a trace begin at other moments, go round, and have nothing in common.
+    trace = [Asked(0.0, 1, 1, "", (7,)), Asked(4.0, 2, 1), Asked(10.0, 3, 1)]
+    twice = superposed(trace, 2, 8.0)
+    assert [(a.at_s, a.num_prompt) for a in twice] == [(0.0, 1), (4.0, 2), (5.0, 1), (5.0, 3)]
+    assert twice[0].prefix_blocks != twice[2].prefix_blocks != ()
+    assert superposed(trace, 1, 0.0) == trace
+    assert len(superposed(trace, 3, 0.0)) >= 3 * len(trace) - 3  # one that comes as another copy's end may be cut
     assert cut(Asked(None, 900, 800), 1000) == Asked(None, 500, 500)
     assert cut(Asked(None, 0, 8), 1000) == Asked(None, 1, 8)
 
@@ -293,6 +300,29 @@ def test_the_command_tells_all_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert "llama-3.1-8b in bfloat16 on 1 x a100-80gb" in table
     assert cli.main(["tune", "block-size", *words[:3], "--block-sizes", "8,256", "--json", "--jobs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] in (8, 256)
+
+
+def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each policy, across the rates; a panel only of what there is."""
+    path = tmp_path / "runs.svg"
+    words = ["opt-13b", "--gpu", "a100-40gb", "--rates", "1,2", "--seconds", "2s", "--policies", "paged,orca-max"]
+    assert cli.main(["simulate", *words, "--jobs", "1", "--plot", str(path)]) == 0
+    drawn = path.read_text()
+    for word in ("requests a second", "policy orca-max", "within the objectives"):
+        assert f"<!-- {word}" in drawn, word
+    assert "<!-- cost" not in drawn
+    capsys.readouterr()
+    nowhere = str(tmp_path / "none" / "runs.svg")
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", *words, "--plot", nowhere])
+    assert "--plot: " in capsys.readouterr().err
+    for words, fault in (
+        (["--rates", "1", "--plot", "runs.doc"], "--plot: must end with .svg"),
+        (["--rates", "1", "--load-factor", "2"], "--load-factor: multiplies the load of a trace"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            load(SimulateSettings, ["opt-13b", *words], {}, "model")
+        assert caught.value.problems[0].startswith(fault)
 
 
 def test_a_recommendation_is_the_largest_that_costs_nothing() -> None:
