@@ -148,7 +148,7 @@ def recorded(settings: SimulateSettings) -> list[Asked]:
                 read_clients(path), seconds, settings.rates[0] if settings.rates else 0, settings.seed
             )
         else:
-            found = read_trace(path)
+            found = together([read_trace(Path(name)) for name in settings.trace.split(",")])
     except TraceError as error:
         raise SettingsError([f"--trace: {error}"]) from error
     if not found:
@@ -158,6 +158,17 @@ def recorded(settings: SimulateSettings) -> list[Asked]:
     if not settings.rates and found[0].at_s is None:
         raise SettingsError(["--rates: the trace has no times of its own; give requests a second, as 1,2,4"])
     return [Asked(a.at_s, a.num_prompt or settings.prompt_tokens, a.num_output, "", a.prefix_blocks) for a in found]
+
+
+def together(traces: list[list[Asked]]) -> list[Asked]:
+    """Traces as one; those with times all begin at the same moment."""
+    (first, *others) = traces
+    if not others:
+        return first
+    has_times = [trace[0].at_s is not None for trace in traces]
+    if any(has_times) and not all(has_times):
+        raise TraceError("only some of the traces have times of their own; give those in runs of their own")
+    return sorted([one for trace in traces for one in trace], key=lambda one: one.at_s or 0.0)
 
 
 def requests_at(settings: SimulateSettings, found: list[Asked], rate: float) -> list[Asked]:

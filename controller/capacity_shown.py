@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -19,11 +20,13 @@ HEADS = ("rate", "groups", "block", "policy", "requests", "first s", "", "gap ms
 
 def run_simulate(settings: SimulateSettings) -> int:
     """Raises SettingsError, ModelRefused."""
+    begun = perf_counter()
     results = _simulated(settings)
     if settings.json:
         print(json.dumps(as_json(settings, cluster_of(settings), results), indent=2))
     else:
         _show(settings, results)
+        _show_pace(results, perf_counter() - begun)
     return 0
 
 
@@ -76,6 +79,14 @@ def _show(settings: SimulateSettings, results: list[Result]) -> None:
     num_cut = sum(result.case.num_cut for result in results)
     if num_cut:
         console.print(f"{num_cut} requests were longer than {setup.max_len} tokens and were cut")
+
+
+def _show_pace(results: list[Result], seconds: float) -> None:
+    """What simulating cost. A sequence that goes on by a token, or by a chunk of its prompt, is one sequence-step."""
+    num_steps = sum(result.outcome.num_sequence_steps for result in results)
+    Console(width=160).print(
+        f"simulated in {seconds:.1f} s: {num_steps:,} sequence-steps, {num_steps / seconds:,.0f}/s"
+    )
 
 
 def _row(result: Result, is_priced: bool) -> list[str]:

@@ -439,7 +439,9 @@ class SimulateSettings(Settings):
     policies: tuple[str, ...] = setting(
         ("paged",), Choices(KV_POLICIES), "how memory is kept; all but paged are what others did; each is a run"
     )
-    trace: str = setting("", Text("FILE"), "recorded requests, or a folder of ServeGen's clients; empty: by lengths")
+    trace: str = setting(
+        "", Text("FILE,FILE"), "recorded requests, or a folder of ServeGen's clients; empty: by lengths"
+    )
     speed: float = setting(1.0, Number(0.001, 100_000), "the trace's own times, so many times as fast")
     load_factor: int = setting(
         1, Count(1, 100_000), "so many times a trace's load: it and copies of it that begin at other moments of it"

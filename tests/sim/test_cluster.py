@@ -10,7 +10,7 @@ import pytest
 
 from bench.paper_real import Measured, fitted
 from kilburn.controller import cli
-from kilburn.controller.capacity import cases, cluster_of, recommended, simulate
+from kilburn.controller.capacity import cases, cluster_of, recommended, simulate, together
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, BeamSettings, Event, Finished, Send, Submit
 from kilburn.controller.core.settings import EngineSettings
@@ -25,7 +25,7 @@ from kilburn.controller.simulate.quick import QuickWorker
 from kilburn.controller.simulate.record import Objectives, Record, spread
 from kilburn.controller.simulate.roofline import KNOWN_MODELS, Linear, Load, Roofline, known_shape
 from kilburn.controller.simulate.sizing import Run, Setup, Watch, run_all
-from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked
+from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked, TraceError
 from kilburn.shared.config import KV_POLICIES, SettingsError, SimulateSettings, load
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.ledger import layout_for
@@ -264,6 +264,9 @@ def test_arrivals() -> None:
     assert all(0 < (a.at_s or 0) < 40 for a in drawn)
     trace = [Asked(3.0, 1, 1), Asked(1.0, 2, 1), Asked(9.0, 3, 1)]
     assert replayed(trace, speed=2.0, seconds=5.0) == [Asked(0.5, 2, 1), Asked(1.5, 1, 1)]
+    assert together([trace, [Asked(2.0, 4, 1)]])[1] == Asked(2.0, 4, 1)
+    with pytest.raises(TraceError, match="only some of the traces have times"):
+        together([trace, [Asked(None, 4, 1)]])
     # Copies of a trace begin at other moments, go round, and have nothing in common.
     trace = [Asked(0.0, 1, 1, "", (7,)), Asked(4.0, 2, 1), Asked(10.0, 3, 1)]
     twice = superposed(trace, 2, 8.0)
@@ -298,6 +301,7 @@ def test_the_command_tells_all_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert cli.main(["simulate", *words]) == 0
     table = capsys.readouterr().out
     assert "llama-3.1-8b in bfloat16 on 1 x a100-80gb" in table
+    assert "sequence-steps, " in table
     assert cli.main(["tune", "block-size", *words[:3], "--block-sizes", "8,256", "--json", "--jobs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] in (8, 256)
 
