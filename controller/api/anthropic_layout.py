@@ -31,7 +31,8 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 
 class AnthropicLayout:
-    def __init__(self, model: str, reader: CallReader | None) -> None:
+    def __init__(self, model: str, reader: CallReader | None, *, tells_timings: bool = False) -> None:
+        self._tells_timings = tells_timings
         self.id = f"msg_{uuid4().hex}"
         self._items = Items(reader)
         self._about = {"id": self.id, "type": "message", "role": "assistant", "model": model}
@@ -46,7 +47,11 @@ class AnthropicLayout:
             "content": [_block(item) for item in self._items.all],
             **self._end,
             "usage": usage(answer),
+            **self._timings(answer),
         }
+
+    def _timings(self, answer: Answer) -> dict[str, Any]:
+        return {"timings": answer.timings.as_data()} if self._tells_timings else {}
 
     def opening(self, answer: Answer) -> str:
         counts = usage(answer) | {"output_tokens": 0}
@@ -60,7 +65,9 @@ class AnthropicLayout:
         return "".join(map(_told, steps))
 
     def ending(self, answer: Answer) -> str:
-        return _event("message_delta", delta=self._end, usage=usage(answer)) + _event("message_stop")
+        return _event("message_delta", delta=self._end, usage=usage(answer)) + _event(
+            "message_stop", **self._timings(answer)
+        )
 
     def broken(self, error: ApiError) -> str:
         return frame(encoded_for_anthropic(error), "error")

@@ -24,7 +24,7 @@ class AnthropicRoutes:
         wanted = await service.read(MessagesRequest, request)
         service.check_model(wanted.model)
         ask, reader = await self._answering.translated(as_chat(wanted), FIELDS, request[TENANT])
-        layout = AnthropicLayout(service.model_name, reader)
+        layout = AnthropicLayout(service.model_name, reader, tells_timings=wanted.timings)
         return await self._answering.answer(request, [ask], layout, wanted.stream)
 
     async def count_tokens(self, request: web.Request) -> web.Response:

@@ -2,6 +2,7 @@
 
     OPERATIONS   one row for each route: what it is for, which request it reads
     schema.py, anthropic.py, responses.py   each field: its type, its bounds, its sentence, its check
+    answers.py   what comes back
     limits       the server's settings that bound fields
         -> document -> /openapi.json
                     -> page -> /docs: plain HTML, made here, that loads nothing from anywhere
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from kilburn.controller.api.answers import ANSWERS, ref
 from kilburn.controller.api.anthropic import CountTokensRequest, MessagesRequest
 from kilburn.controller.api.checks import JsonSchema, Limits, schema_of
 from kilburn.controller.api.layout import to_json
@@ -31,41 +33,46 @@ from kilburn.controller.version import version
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A route, for readers. `answer`: fields that its JSON always has."""
+    """A route, for readers. `answer` and `event` name schemas: of its JSON, and of the events of its streams."""
 
     about: str
     body: type | None = None
-    answer: tuple[str, ...] = ()
+    answer: str = ""
+    event: str = ""
     is_open: bool = False
     kind: str = "application/json"
-    created: bool = False  # answers 201 as well
+    status: tuple[int, ...] = (200,)  # where all is well
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
-    ("POST", "/v1/completions"): Operation("Continues a text.", CompletionRequest, ("id", "choices", "usage")),
-    ("POST", "/v1/chat/completions"): Operation("A conversation is answered.", ChatRequest, ("id", "choices", "usage")),
-    ("POST", "/v1/responses"): Operation("OpenAI's Responses; nothing is stored.", ResponsesRequest, ("id", "output")),
-    ("GET", "/v1/responses/{id}"): Operation("Always 404: nothing is stored."),
-    ("DELETE", "/v1/responses/{id}"): Operation("Always 404: nothing is stored."),
-    ("POST", "/v1/messages"): Operation("Anthropic's messages.", MessagesRequest, ("id", "content", "usage")),
-    ("POST", "/v1/messages/count_tokens"): Operation("Counts its tokens.", CountTokensRequest, ("input_tokens",)),
-    ("GET", "/v1/models"): Operation("The model that is served.", answer=("data",)),
-    ("GET", "/v1/models/{model}"): Operation("The same, by its name.", answer=("id",)),
-    ("POST", "/v1/prefixes"): Operation("Computes a prefix and holds it.", PrefixRequest, ("name",), created=True),
-    ("GET", "/v1/prefixes"): Operation("The named prefixes that one may use.", answer=("data",)),
-    ("GET", "/v1/prefixes/{name}"): Operation("One of them.", answer=("name", "state")),
-    ("DELETE", "/v1/prefixes/{name}"): Operation("Lets it go.", answer=("name", "deleted")),
-    ("POST", "/tokenize"): Operation("A text, or a conversation, as token ids.", TokenizeRequest, ("tokens", "count")),
-    ("POST", "/detokenize"): Operation("Token ids as text.", DetokenizeRequest, ("prompt",)),
+    ("POST", "/v1/completions"): Operation("Continues a text.", CompletionRequest, "Completion", "CompletionChunk"),
+    ("POST", "/v1/chat/completions"): Operation(
+        "A conversation is answered.", ChatRequest, "ChatCompletion", "ChatCompletionChunk"
+    ),
+    ("POST", "/v1/responses"): Operation("OpenAI's Responses; nothing is stored.", ResponsesRequest, "Response"),
+    ("GET", "/v1/responses/{id}"): Operation("Always 404: nothing is stored.", status=()),
+    ("DELETE", "/v1/responses/{id}"): Operation("Always 404: nothing is stored.", status=()),
+    ("POST", "/v1/messages"): Operation("Anthropic's messages.", MessagesRequest, "Message"),
+    ("POST", "/v1/messages/count_tokens"): Operation("Counts its tokens.", CountTokensRequest, "TokenCount"),
+    ("GET", "/v1/models"): Operation("The model that is served.", answer="ModelList"),
+    ("GET", "/v1/models/{model}"): Operation("The same, by its name.", answer="Model"),
+    ("POST", "/v1/prefixes"): Operation("Computes a prefix and holds it.", PrefixRequest, "Prefix", status=(200, 201)),
+    ("GET", "/v1/prefixes"): Operation("The named prefixes that one may use.", answer="PrefixList"),
+    ("GET", "/v1/prefixes/{name}"): Operation("One of them.", answer="Prefix"),
+    ("DELETE", "/v1/prefixes/{name}"): Operation("Lets it go.", answer="PrefixDeleted"),
+    ("POST", "/tokenize"): Operation("A text, or a conversation, as token ids.", TokenizeRequest, "Tokens"),
+    ("POST", "/detokenize"): Operation("Token ids as text.", DetokenizeRequest, "Text"),
     ("GET", "/metrics"): Operation("Figures, for Prometheus.", kind="text/plain"),
-    ("GET", "/debug/requests/{id}"): Operation("What happened to a request; for admin keys.", answer=("requests",)),
-    ("GET", "/admin/groups"): Operation("The groups of workers; for admin keys."),
-    ("POST", "/admin/groups/{name}/drain"): Operation("One of them takes no new requests and leaves; for admin keys."),
-    ("GET", "/health"): Operation("Can tokens be produced now?", answer=("status",), is_open=True),
-    ("GET", "/ready"): Operation("Would a request be admitted now?", answer=("status",), is_open=True),
-    ("GET", "/live"): Operation("Is the process of use?", answer=("status",), is_open=True),
+    ("GET", "/debug/requests/{id}"): Operation("What happened to a request; for admin keys.", answer="Stories"),
+    ("GET", "/admin/groups"): Operation("The groups of workers; for admin keys.", answer="GroupList"),
+    ("POST", "/admin/groups/{name}/drain"): Operation(
+        "One of them takes no new requests and leaves; for admin keys.", answer="Group", status=(202,)
+    ),
+    ("GET", "/health"): Operation("Can tokens be produced now?", answer="Probe", is_open=True),
+    ("GET", "/ready"): Operation("Would a request be admitted now?", answer="Probe", is_open=True),
+    ("GET", "/live"): Operation("Is the process of use?", answer="Probe", is_open=True),
     ("GET", "/map/events"): Operation("The feed of the block map; for admin keys.", kind="text/event-stream"),
-    ("GET", "/openapi.json"): Operation("This document.", answer=("openapi", "paths"), is_open=True),
+    ("GET", "/openapi.json"): Operation("This document.", is_open=True),
     ("GET", "/docs"): Operation("This document as a page.", is_open=True, kind="text/html"),
 }
 
@@ -90,7 +97,7 @@ def document(limits: Limits) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {body.__name__: schema_of(body, limits) for body in bodies} | {"Error": _ERROR},
+            "schemas": {body.__name__: schema_of(body, limits) for body in bodies} | ANSWERS,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -98,25 +105,6 @@ def document(limits: Limits) -> dict[str, Any]:
         },
         "security": [{"bearer": []}, {"x-api-key": []}, {}],
     }
-
-
-_ERROR: JsonSchema = {
-    "type": "object",
-    "description": "OpenAI's shape; under /v1/messages, and for whoever sends anthropic-version, Anthropic's.",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type"],
-        }
-    },
-    "required": ["error"],
-}
 
 
 def _operation(path: str, operation: Operation) -> dict[str, Any]:
@@ -134,20 +122,19 @@ def _operation(path: str, operation: Operation) -> dict[str, Any]:
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
-    schema: JsonSchema = {}
-    if operation.answer:
-        schema = {"type": "object", "required": list(operation.answer)}
-    content: dict[str, Any] = {operation.kind: {"schema": schema}}
-    if operation.body is not None and issubclass(operation.body, Served) and operation.answer != ("input_tokens",):
-        content["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"description": "What was wrong.", "content": {"application/json": {"schema": _ref("Error")}}}
-    told = {"description": "It is so.", "content": content}
-    probe = {"503": {"description": "It is not so.", "content": content}} if operation.answer == ("status",) else {}
-    return {"200": told, **({"201": told} if operation.created else {}), **probe, "default": error}
+    content: dict[str, Any] = {operation.kind: {"schema": ref(operation.answer) if operation.answer else {}}}
+    if operation.body is not None and issubclass(operation.body, Served) and operation.answer != "TokenCount":
+        events: JsonSchema = {"type": "string", "contentMediaType": "text/event-stream"}
+        content["text/event-stream"] = {"schema": events | (_of_events(operation.event) if operation.event else {})}
+    told = {str(status): {"description": "It is so.", "content": content} for status in operation.status}
+    if operation.answer == "Probe":
+        told["503"] = {"description": "It is not so.", "content": content}
+    error = {"description": "What was wrong.", "content": {"application/json": {"schema": ref("Error")}}}
+    return {**told, "default": error}
 
 
-def _ref(name: str) -> JsonSchema:
-    return {"$ref": f"#/components/schemas/{name}"}
+def _of_events(name: str) -> JsonSchema:
+    return {"contentSchema": ref(name), "description": f"The data of each event is a {name}; the last one is [DONE]."}
 
 
 # --- the page

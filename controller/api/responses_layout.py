@@ -42,6 +42,7 @@ class ResponsesLayout:
         self._prefix = unique
         self._number = 0
         self._finish: FinishReason | None = None
+        self._tells_timings = wanted.timings
         self._about = {
             "id": self.id,
             "object": "response",
@@ -81,7 +82,8 @@ class ResponsesLayout:
         over = self._response("completed" if is_complete else "incomplete")
         details = None if is_complete else {"reason": "max_output_tokens"}
         output = [self._item(item, "completed" if is_complete else "incomplete") for item in self._items.all]
-        return over | {"incomplete_details": details, "output": output, "usage": usage(answer)}
+        timings = {"timings": answer.timings.as_data()} if self._tells_timings else {}
+        return over | {"incomplete_details": details, "output": output, "usage": usage(answer), **timings}
 
     def _response(self, status: str) -> dict[str, Any]:
         empty: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}

@@ -187,6 +187,7 @@ class Served:
     cache_salt: str = knob(
         Words(MOST_SALT_CHARS), "", "Cached prefixes are shared with requests of the same salt only."
     )
+    timings: bool = knob(Flag(), False, "The answer says where its time went; a stream in its last event.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +233,6 @@ class Choosing(Served):
     logprobs_mode: str = knob(
         OneOf(LOGPROBS_MODES), LOGPROBS_MODES[0], "Those of the model, or those of what is drawn from."
     )
-    timings: bool = knob(Flag(), False, "The answer says where its time went.")
     truncate_prompt_tokens: None = knob(Unsupported((), "shorten the prompt yourself"), None)
     allowed_token_ids: None = knob(Unsupported(([],), "use logit_bias"), None)
     bad_words: None = knob(Unsupported(([],), "use logit_bias"), None)

@@ -1,6 +1,7 @@
 """Where the time of a call went: in its answer when asked, in the header Server-Timing, in a stream's last event."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from kilburn.controller.timings import Timings, timings_of
 from tests.api.test_answers import CHAT, COMPLETION, HELLO, events, texts
 from tests.api.world import World, served, text_after
 
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+EVERY_API: tuple[tuple[str, dict[str, Any]], ...] = (  # ten tokens of each
+    (COMPLETION, {"prompt": "hello world it is " * 4, "max_tokens": 10}),
+    (CHAT, {"messages": HELLO, "max_tokens": 10}),
+    (RESPONSES, {"input": "hello", "max_output_tokens": 10}),
+    (MESSAGES, {"messages": HELLO, "max_tokens": 10}),
+)
 SPANS = ("queue", "prefill", "decode", "swap")
 
 
@@ -31,12 +39,18 @@ async def post(world: World, path: str, body: dict[str, Any]) -> tuple[Any, str]
 async def test_an_answer_says_where_its_time_went(tmp_path: Path) -> None:
     async with served(tmp_path, delay_s=0.004) as world:
         begun = asyncio.get_running_loop().time()
-        for path, body in ((COMPLETION, {"prompt": "hello world it is " * 4}), (CHAT, {"messages": HELLO})):
-            whole, header = await post(world, path, {**body, "max_tokens": 10, "timings": True})
+        for path, body in EVERY_API:
+            whole, header = await post(world, path, {**body, "timings": True})
             told = whole["timings"]
             assert by_name(header) == pytest.approx(
-                {**{name: 1000 * told[name] for name in SPANS}, "cached_tokens": 0, "preemptions": 0}, abs=1e-3
+                {
+                    **{name: 1000 * told[name] for name in SPANS},
+                    "cached_tokens": told["cached_tokens"],
+                    "preemptions": 0,
+                },
+                abs=1e-3,
             )
+            assert (told["cached_tokens"] > 0) == (path in (RESPONSES, MESSAGES)), "what the chat has computed"
             assert told["decode"] >= 9 * 0.004 * 0.9, "nine steps behind the first"
             assert told["prefill"] >= 0.004 * 0.9
             assert told["swap"] == 0.0
@@ -44,6 +58,8 @@ async def test_an_answer_says_where_its_time_went(tmp_path: Path) -> None:
             assert told["queue"] + told["prefill"] + told["decode"] <= taken_s
         whole, header = await post(world, COMPLETION, {"prompt": "hello world it is " * 4, "max_tokens": 2})
         assert "timings" not in whole
+        for path, body in EVERY_API:
+            assert "timings" not in (await post(world, path, body))[0], path
         assert by_name(header)["cached_tokens"] == whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
@@ -60,6 +76,17 @@ async def test_in_a_stream_they_ride_in_the_last_event(
         assert ("usage" in last) == with_usage
         assert not any("timings" in chunk for chunk in before)
         assert texts(before, is_chat=path == CHAT) == {0: text_after(5)}
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_and_so_they_do_in_other_apis(tmp_path: Path, path: str) -> None:
+    async with served(tmp_path) as world:
+        for asked in (False, True):
+            body = {**dict(EVERY_API)[path], "stream": True, "timings": asked}
+            async with world.session.post(world.url + path, json=body) as response:
+                frames = [line[6:] for line in (await response.text()).split("\n") if line.startswith("data: ")]
+            told = ["timings" in json.loads(data).get("response", json.loads(data)) for data in frames]
+            assert told == [False] * (len(frames) - 1) + [asked]
 
 
 async def test_preemptions_and_swaps_are_told(tmp_path: Path) -> None:
