@@ -88,6 +88,8 @@ def checked(asked: dict[str, Any]) -> dict[str, str]:
     try:
         source = source_of(asked)
         error = LLMatcher.validate_grammar(source, limits=LIMITS)
+    except MemoryError:
+        return {"error": "it takes too much memory to compile; make it simpler"}
     except Exception as fault:  # the library's own kinds are many, and all mean that it cannot be had
         error, source = str(fault) or "it cannot be read", ""
     if not error:

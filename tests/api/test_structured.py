@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from kilburn.controller import grammars
 from kilburn.controller.calls.forms import FORMS
 from kilburn.controller.grammar_check import checked
 from kilburn.controller.grammars import Bounds, GrammarDoor, GrammarRefused, Wanted
@@ -119,6 +120,24 @@ async def test_a_child_that_takes_too_long_or_dies_is_replaced() -> None:
     door.bounds = Bounds(num_children=1)
     assert (await door.grammar(Wanted("x", {"kind": "regex", "text": "d"}))).digest  # it was not kept against it
     await door.close()
+
+
+async def test_a_child_that_takes_too_much_memory_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choice(num_texts: int) -> Wanted:
+        return Wanted("guided_choice", {"kind": "choice", "texts": [f"text {i}" for i in range(num_texts)]})
+
+    bounds = Bounds(seconds=60.0, num_children=1, most_bytes=1 << 20)
+    roomy = GrammarDoor(bounds)
+    await roomy.grammar(choice(2))
+    addresses = int(Path(f"/proc/{roomy.children[0].pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    assert (await roomy.grammar(choice(5000))).digest
+    await roomy.close()
+    monkeypatch.setattr(grammars, "CHILD_BYTES", addresses + (4 << 20))
+    tight = GrammarDoor(bounds)
+    with pytest.raises(GrammarRefused, match="too much memory"):
+        await tight.grammar(choice(5000))
+    assert (await tight.grammar(choice(2))).digest
+    await tight.close()
 
 
 async def test_two_thousand_schemas_leave_memory_as_it_was() -> None:

@@ -62,6 +62,15 @@ def test_nobody_else_waits_for_a_grammar() -> None:
     assert admitted(asked.tell(bound(4))) == [ONE.digest]  # it is there
 
 
+def test_plans_go_as_deep_with_a_grammar_as_without() -> None:
+    bound_one, free_one = Asked(), Asked()
+    bound_one.tell(bound(1))
+    free = [(plan.rows, plan.counts) for plan in free_one.tell(bound(1, None)) if isinstance(plan, StepPlan)]
+    held = [(plan.rows, plan.counts) for plan in bound_one.hear(Prepared(1, 1)) if isinstance(plan, StepPlan)]
+    assert held == free  # no result is back, and no token known
+    assert len(held) == 4
+
+
 def test_an_answer_is_to_one_asking() -> None:
     asked = Asked()
     asked.tell(bound(1))

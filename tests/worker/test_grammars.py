@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from threading import Event
 
 import numpy as np
 import pytest
@@ -141,6 +142,24 @@ def test_a_row_of_a_grammar_that_is_not_here_breaks_its_plan(tokenizer: Path) ->
     bare = toy_executor(ToyModel(1))
     with pytest.raises(PlanBroken, match="nothing here"):
         Hand(bare).run({0: 2}, (row,))
+
+
+def test_steps_go_on_while_a_grammar_is_compiled(tokenizer: Path) -> None:
+    executor, answers = toy_executor(ToyModel(1), grammars=Grammars(tokenizer, VOCAB)), Queue()
+    executor.prepare(Prepare(7, 1, WORD.digest, WORD.source), answers.put)
+    answers.get(timeout=60)
+    compiling, goes_on = Event(), Event()
+
+    def answer(_: object) -> None:  # on the compiler's thread, which gets no further
+        compiling.set()
+        goes_on.wait(60)
+
+    executor.prepare(Prepare(7, 2, JSON.digest, JSON.source), answer)
+    assert compiling.wait(60)
+    result = Hand(executor).run({0: 2}, (admit(0, [1, 2], [0], bound(WORD).sampling),))
+    assert (result.num_tokens, result.failed) == ([1], {})
+    assert not goes_on.is_set()
+    goes_on.set()
 
 
 def test_one_row_that_left_its_grammar_fails_alone(tokenizer: Path) -> None:
