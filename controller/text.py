@@ -27,6 +27,7 @@ from typing import Any
 import jinja2
 from tokenizers import AddedToken, Tokenizer
 
+from kilburn.controller.calls.binding import is_control
 from kilburn.controller.calls.forms import form_of
 from kilburn.controller.detokenize import Detokenizer
 from kilburn.controller.template import ChatTemplate, Message, select
@@ -68,6 +69,7 @@ class Text:
         self._plain = tokenizer
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self._controls = {id: token.content for id, token in added.items() if token.special}
+        self.control_ids = {t.content: id for id, t in added.items() if is_control(t.content, t.special)}  # in grammars
         self._suffix = "x" + secrets.token_hex(12)
         self._real_ids = self._mark(added)
         own_eos = tokenizer.token_to_id(eos_token) if eos_token else None
@@ -106,11 +108,6 @@ class Text:
                 raise TextError(f"the control token {content!r} cannot be told apart")
             real[marked_id] = id
         return real
-
-    @property
-    def control_ids(self) -> dict[str, int]:
-        """The control tokens by their texts."""
-        return {text: id for id, text in self._controls.items()}
 
     @property
     def has_template(self) -> bool:

@@ -53,6 +53,14 @@ class Marks:
         return f"<[{self.ids[text]}]>" if text in self.ids else json.dumps(text)
 
 
+def is_control(text: str, is_special: bool) -> bool:
+    """Whether the library takes an added token for a control token: a grammar has it by its id, and never by its text.
+
+    Qwen's <tool_call>, which its tokenizer calls text, is one.
+    """
+    return is_special or (text.startswith("<") and text.endswith(">"))
+
+
 def grammar_of(form: Form, functions: Sequence[Function], marks: Marks, *, is_parallel: bool, is_free: bool) -> str:
     """`is_free`: text may stand before the calls, or instead of them."""
     rules = [f"call_{i}: {_call(form, function, i, marks)}" for i, function in enumerate(functions)]

@@ -110,7 +110,11 @@ async def test_in_responses(tmp_path: Path) -> None:
         status, told = await world.post("/v1/responses", body | {"tools": [*tools, tools[0]]})
         assert (status, told["error"]["param"]) == (400, "tools[2].name")
         asked = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
-        assert (await world.post("/v1/responses", {"input": "hello", "max_output_tokens": 2, "text": asked}))[0] == 200
+        for beside in ({}, {"tools": tools}):
+            answered = await world.post(
+                "/v1/responses", {"input": "hello", "max_output_tokens": 2, "text": asked, **beside}
+            )
+            assert answered[0] == 200
         bad = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strange"}}}
         status, told = await world.post("/v1/responses", {"input": "hello", "text": bad})
         assert (status, told["error"]["param"].startswith("text.format")) == (400, True), told

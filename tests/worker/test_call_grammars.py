@@ -1,4 +1,7 @@
-"""What a model may draw where functions may be called, in every form, whether its marks are control tokens or text."""
+"""What a model may draw where functions may be called, in every form.
+
+Its marks may be control tokens, tokens of their own that are text (as in Qwen's), or text of several tokens.
+"""
 
 import json
 from pathlib import Path
@@ -7,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kilburn.controller.calls.binding import Marks
+from kilburn.controller.calls.binding import Marks, is_control
 from kilburn.controller.calls.forms import FORMS
 from kilburn.controller.grammar_check import checked
 from kilburn.shared.grammar import Grammar
@@ -46,18 +49,22 @@ WRONG = {form: said.replace('"a": 1', '"a": "') for form, said in ONE.items()}
 
 
 class Model:
-    """A tokenizer of control tokens and single letters, and what follows grammars with it."""
+    """A tokenizer of single letters and `added` tokens, the first of them controls; what follows grammars with it."""
 
-    def __init__(self, folder: Path, controls: tuple[str, ...]) -> None:
-        self.ids = {text: id for id, text in enumerate(controls)}
-        fillers = [f"{chr(0x100 + i)}{chr(0x100 + i)}" for i in range(len(CONTROLS) - len(controls))]
+    def __init__(self, folder: Path, added: tuple[str, ...], num_controls: int) -> None:
+        self.ids = {text: id for id, text in enumerate(added)}
+        special = {text: id < num_controls for text, id in self.ids.items()}
+        self.controls = {text: id for text, id in self.ids.items() if is_control(text, special[text])}
+        fillers = [f"{chr(0x100 + i)}{chr(0x100 + i)}" for i in range(len(CONTROLS) - len(added))]
         self.signs = {sign: len(CONTROLS) + i for i, sign in enumerate(SIGNS)}
-        words = [*controls, *fillers, *(BYTE_LEVEL.get(sign, sign) for sign in SIGNS)]
+        words = [*added, *fillers, *(BYTE_LEVEL.get(sign, sign) for sign in SIGNS)]
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         about = {
             "version": "1.0",
-            "added_tokens": [{"id": id, "content": text, "special": True, **flags} for text, id in self.ids.items()],
+            "added_tokens": [
+                {"id": id, "content": text, "special": special[text], **flags} for text, id in self.ids.items()
+            ],
             "pre_tokenizer": level,
             "decoder": level,
             "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []},
@@ -67,7 +74,7 @@ class Model:
         self.grammars = Grammars(file, VOCAB)
 
     def row(self, form: str, otherwise: dict[str, Any] | None, is_parallel: bool) -> Bound:
-        marks, answers = Marks.of(FORMS[form], self.ids), Queue()
+        marks, answers = Marks.of(FORMS[form], self.controls), Queue()
         asked = {"kind": "calls", "form": form, "functions": FUNCTIONS, "is_parallel": is_parallel}
         asked |= {"marks": marks.ids, "others": marks.others, "otherwise": otherwise}
         grammar = Grammar.of(checked(json.loads(json.dumps(asked)))["source"])
@@ -76,20 +83,22 @@ class Model:
         return self.grammars.compiled(grammar.digest).at([], [END])
 
     def may_say(self, row: Bound, text: str, is_spelled: bool = False) -> bool:
-        """Whether the text, and then the end, can be drawn. Control tokens are drawn as such, unless it is spelled."""
+        """Whether the text, and then the end, can be drawn: added tokens as such, unless it is spelled."""
         while text:
-            control = next((word for word in self.ids if text.startswith(word) and not is_spelled), None)
-            token = self.ids[control] if control else self.signs[text[0]]
+            added = next((word for word in self.ids if text.startswith(word) and not is_spelled), None)
+            token = self.ids[added] if added else self.signs[text[0]]
             if not self.grammars.masks([row]).allowed[0, token]:
                 return False
             row.follow(token)
-            text = text[len(control or "x") :]
+            text = text[len(added or "x") :]
         return bool(self.grammars.masks([row]).allowed[0, END])
 
 
-@pytest.fixture(scope="module", params=["control tokens", "text"])
+@pytest.fixture(scope="module", params=["control tokens", "tokens of text", "text"])
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Model:
-    return Model(tmp_path_factory.mktemp("calls"), CONTROLS if request.param == "control tokens" else CONTROLS[:2])
+    added = CONTROLS[:2] if request.param == "text" else CONTROLS
+    num_controls = len(CONTROLS) if request.param == "control tokens" else 2
+    return Model(tmp_path_factory.mktemp("calls"), added, num_controls)
 
 
 @pytest.mark.parametrize("form", list(FORMS))
