@@ -68,7 +68,7 @@ def suite_of(folder: Path) -> list[Row]:
 # --- coverage and costs
 
 
-def covered(rows: list[Row], name: str, file: Path, vocab_size: int, seconds: float) -> list[Tried]:
+def covered(rows: list[Row], name: str, file: Path, vocab_size: int, seconds: int) -> list[Tried]:
     """Of one library. Raises ImportError where it is not there."""
     compile, (tokenizer, _) = library_of(name, file, vocab_size), read_tokenizer(file, vocab_size)
     return [tried(compile, tokenizer, row.schema, row.valid, row.wrong, seconds) for row in rows]
@@ -145,7 +145,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("file", type=Path, nargs="?", help="a sample of JSONSchemaBench")
     parser.add_argument("--suite", type=Path, help="a folder of JSON-Schema-Test-Suite, as draft2020-12")
     parser.add_argument("--against", default="", help="other libraries beside ours: xgrammar,outlines_core")
-    parser.add_argument("--seconds", type=float, default=20.0, help="a library may take for one schema")
+    parser.add_argument(
+        "--seconds", type=int, default=5, help="of a CPU, that a library may take for one schema and its instances"
+    )
     parser.add_argument(
         "--answers", type=int, nargs="?", const=0, help="ask a model for so many; without a number: all"
     )
