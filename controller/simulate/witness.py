@@ -177,6 +177,7 @@ class Leases:
         demand(bool(plan.rows or not plan.admits), "a plan that admits rows and runs none")
         demand(sum(plan.counts) <= self.scenario.max_step_tokens, f"{sum(plan.counts)} positions in one plan")
         view.next_step += 1
+        streaming = view.users.keys() - view.preempted
         for admit in plan.admits:
             view.rows[admit.row] = self._admitted(view, admit, requests, prefixes)
         if not view.num_lost:  # otherwise a prefix may have been let go of
@@ -192,21 +193,24 @@ class Leases:
         _check_beams(advances)
         num_chunk_tokens = sum(count for count in plan.counts if count > 1)
         view.flights.append(Flight(plan.step, advances, num_chunk_tokens))
-        self._check_pace(view, plan, advances, num_chunk_tokens)
-        demand(len(view.flights) <= self.scenario.depth, f"{len(view.flights)} plans under way")
-
-    def _check_pace(
-        self, view: LeaseView, plan: StepPlan, advances: list[tuple[RowView, int | None]], num_chunk_tokens: int
-    ) -> None:
-        """Where no step can be short enough, prompts get the least that they always get."""
-        if not 0.0 < self.scenario.step_target_s < SHORTEST_S or not view.knows_prompts:
-            return
-        has_streams = any(
+        goes_on = any(
             count == 1 and position is not None and position > len(row.told.submit.prompt)
             for (row, position), count in zip(advances, plan.counts, strict=True)
+            if row.request_id in streaming
         )
-        holds = not has_streams or num_chunk_tokens <= LEAST_CHUNK
-        demand(holds, f"{num_chunk_tokens} tokens of prompts, while others wait for their next token")
+        if goes_on:
+            self._check_pace(view, num_chunk_tokens)
+        demand(len(view.flights) <= self.scenario.depth, f"{len(view.flights)} plans under way")
+
+    def _check_pace(self, view: LeaseView, num_chunk_tokens: int) -> None:
+        """Where no step can be short enough, prompts get the least that they always get beside a stream.
+
+        A stream that comes back with this plan, from the host or another worker group, joins what was planned
+        already: nothing is held back for one that was not there.
+        """
+        if 0.0 < self.scenario.step_target_s < SHORTEST_S and view.knows_prompts:
+            told = f"{num_chunk_tokens} tokens of prompts, while others wait for their next token"
+            demand(num_chunk_tokens <= LEAST_CHUNK, told)
 
     def _admitted(
         self, view: LeaseView, admit: Admit, requests: Mapping[int, Told], prefixes: Mapping[int, Told]
