@@ -78,7 +78,7 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         Readers(settings.stalled_seconds, forwarder.counters.stall).watch_all(app)
         runner = runner_of(app, settings.max_url, settings.max_header)
         registry.listen(prompts.heard)
-        registry.watch(fleet.heard)
+        registry.watch(lambda announced: fleet.heard(announced, asyncio.get_running_loop().time()))
         try:
             registry.start()
             fleet.start()

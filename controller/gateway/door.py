@@ -18,10 +18,11 @@ from kilburn.controller.api.errors import ApiError, every_error
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.malformed import SERVER_NAME
 from kilburn.controller.auth import Keyring
-from kilburn.controller.gateway.fleet import Fleet, Member, State
+from kilburn.controller.gateway.fleet import Fleet
 from kilburn.controller.gateway.forward import Forwarder
 from kilburn.controller.gateway.metrics import GatewayMetrics
 from kilburn.controller.gateway.prompts import Prompts
+from kilburn.controller.gateway.roster import Member, State
 from kilburn.controller.metrics import CONTENT_TYPE
 
 
@@ -43,17 +44,19 @@ class Door:
 
     async def _members(self, request: web.Request, body: bytes) -> list[Member]:
         """Whom to ask, the best first: by prefix and load where there is a prompt, else by load."""
-        prompt = None
+        prompt, counters = None, self.forwarder.counters
         if request.method == "POST":
             prompt = await self.prompts.read(request.path, _json(body), request[TENANT].name)
         if prompt is None:
+            counters.by_load += 1
             return self.fleet.order(0, {})
-        abouts = [member.about for member in self.fleet.members if member.about is not None]
-        kinds = {(about.model_digest, size) for about in abouts if about.model_digest for size in about.block_sizes}
-        found = await self.prompts.computed(prompt, sorted(kinds))
-        members, counters = self.fleet.order(len(prompt.ids), found), self.forwarder.counters
+        found = await self.prompts.computed(prompt, self.fleet.kinds)
+        members = self.fleet.order(len(prompt.ids), found)
+        hit = found.get(members[0].id, 0) if members else 0
+        counters.by_prefix += hit > 0
+        counters.by_load += hit == 0
         counters.prompt_tokens += len(prompt.ids)
-        counters.hit_tokens += found.get(members[0].id, 0) if members else 0
+        counters.hit_tokens += hit
         return members
 
     # --- of the gateway itself

@@ -4,15 +4,15 @@
                              +-- refused for now (429, 503), or gone    the next member, while no token was passed on
                              +-- gone after a token was passed on       an error event, and the stream is over
 
-A whole answer has passed on nothing before it is complete, so it may always be tried again; a stream holds its opening
-events back until the first token. Each member is asked once, and at most MOST_TRIES of them: a request on which
-controllers die must not meet them all. An answer that says that the request itself failed is passed on.
+A whole answer has passed on nothing before it is complete, so it may always be tried again; what may be done about a
+stream says passage.py. An answer that says that the request itself failed is passed on.
 
 What this file does not know: how members are found and ordered, what a body means.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -20,10 +20,11 @@ from aiohttp import web
 from yarl import URL
 
 from kilburn.controller.api.errors import ApiError
-from kilburn.controller.gateway.events import ELSEWHERE, EventCutter, TooLong, broken_off, is_for_another, is_opening
-from kilburn.controller.gateway.fleet import Fleet, Lost, Member
+from kilburn.controller.gateway.events import ELSEWHERE, EventCutter, TooLong, broken_off
+from kilburn.controller.gateway.fleet import Fleet, Lost
+from kilburn.controller.gateway.passage import Passage
+from kilburn.controller.gateway.roster import Member
 
-MOST_TRIES = 3
 # What passes through, of a request and of an answer; both ends make the rest of their own.
 ASKED = (
     *("Authorization", "Content-Type", "Accept", "User-Agent", "X-Request-Id", "traceparent", "tracestate"),
@@ -44,6 +45,8 @@ class ForwardCounters:
     unanswered: int = 0  # requests that no controller took
     broken: int = 0  # streams that ended with an error event, as their controller was lost
     stalled: int = 0  # clients that were disconnected because they did not read
+    by_prefix: int = 0  # requests whose first member was the one for what it has computed of their prompt
+    by_load: int = 0  # all others
     hit_tokens: int = 0  # of prompts, by the hints of the controller that was asked first
     prompt_tokens: int = 0
 
@@ -62,43 +65,38 @@ class ReaderLeft(ConnectionError):
     """The client went away while it was written to."""
 
 
-class _Passing:
-    """A stream on its way to the client; nothing of it is there before the first event that says something."""
+class _Writer:
+    """To the client of a stream. Its headers are those of whoever has the first thing to say."""
 
-    def __init__(self, request: web.Request, upstream: aiohttp.ClientResponse) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._response = web.StreamResponse(status=upstream.status, headers=_told(upstream))
-        self.held = b""
-        self._last = b""
+        self._response = web.StreamResponse()
 
-    @property
-    def has_begun(self) -> bool:
-        return self._response.prepared
+    async def write(self, events: bytes, upstream: aiohttp.ClientResponse) -> None:
+        """Raises ReaderLeft."""
+        if not self._response.prepared:
+            self._response = web.StreamResponse(status=upstream.status, headers=_told(upstream))
+        with _reading():
+            if not self._response.prepared:
+                await self._response.prepare(self._request)
+            if events:
+                await self._response.write(events)
 
-    async def pass_on(self, events: Sequence[bytes]) -> None:
-        self.held += b"".join(events)
-        self._last = events[-1] if events else self._last
-        if self.has_begun or not all(map(is_opening, events)):
-            await self._flush()
-
-    async def end(self) -> web.StreamResponse:
-        await self._flush()
-        await self._response.write_eof()
+    async def end(self, events: bytes = b"") -> web.StreamResponse:
+        """Of a stream that has begun. Raises ReaderLeft."""
+        with _reading():
+            if events:
+                await self._response.write(events)
+            await self._response.write_eof()
         return self._response
 
-    async def break_off(self) -> web.StreamResponse:
-        self.held += broken_off(self._request, self._last)
-        return await self.end()
 
-    async def _flush(self) -> None:
-        held, self.held = self.held, b""
-        try:
-            if not self.has_begun:
-                await self._response.prepare(self._request)
-            if held:
-                await self._response.write(held)
-        except ConnectionError as error:
-            raise ReaderLeft from error
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise ReaderLeft from error
 
 
 class Forwarder:
@@ -111,35 +109,37 @@ class Forwarder:
     async def answer(self, request: web.Request, body: bytes, members: Sequence[Member]) -> web.StreamResponse:
         """The answer of the first member that gives one. Raises ApiError where none does."""
         refused: web.Response | None = None
-        for number, member in enumerate(members[:MOST_TRIES]):
-            self.counters.retried += number > 0
-            match await self._try(request, body, member):
+        passage, writer = Passage(members), _Writer(request)
+        while (member := passage.next()) is not None:
+            self.counters.retried += passage.num_tries > 1
+            match await self._try(request, body, member, passage, writer):
                 case NotHere(answer):
                     refused = answer or refused
                 case response:
                     self.counters.answered += 1
                     return response
+        if passage.has_begun:
+            self.counters.answered += 1
+            self.counters.broken += 1
+            return await writer.end(passage.held + broken_off(request, passage.last))
         if refused is not None:
             self.counters.answered += 1
             return refused
         self.counters.unanswered += 1
         raise ApiError(503, "no controller answers; try again later", code="no_controller")
 
-    async def _try(self, request: web.Request, body: bytes, member: Member) -> web.StreamResponse | NotHere:
-        passing: _Passing | None = None
+    async def _try(
+        self, request: web.Request, body: bytes, member: Member, passage: Passage, writer: _Writer
+    ) -> web.StreamResponse | NotHere:
         try:
             async with self._fleet.working(member), self._ask(request, body, member) as upstream:
                 if upstream.content_type == "text/event-stream":
-                    passing = _Passing(request, upstream)
-                    return await _stream(upstream, passing)
+                    return await _stream(upstream, passage, writer)
                 whole = web.Response(body=await upstream.read(), status=upstream.status, headers=_told(upstream))
         except ReaderLeft:
             raise
         except (aiohttp.ClientError, OSError, Lost, TooLong):
-            if passing is None or not passing.has_begun:
-                return NotHere(None)
-            self.counters.broken += 1
-            return await passing.break_off()
+            return NotHere(None)
         return NotHere(whole) if _is_elsewhere(whole) else whole
 
     def _ask(self, request: web.Request, body: bytes, member: Member) -> "aiohttp.client._RequestContextManager":
@@ -148,19 +148,20 @@ class Forwarder:
         return self._session.request(request.method, url, data=body or None, headers=headers, allow_redirects=False)
 
 
-async def _stream(upstream: aiohttp.ClientResponse, passing: _Passing) -> web.StreamResponse | NotHere:
+async def _stream(upstream: aiohttp.ClientResponse, passage: Passage, writer: _Writer) -> web.StreamResponse | NotHere:
     cutter = EventCutter()
     async for data in upstream.content.iter_any():
         events = list(cutter.feed(data))
-        if not passing.has_begun:
-            said = next((event for event in events if not is_opening(event)), b"")
-            if is_for_another(said):
-                whole = passing.held + b"".join(events) + await upstream.read()
-                return NotHere(web.Response(body=whole, status=upstream.status, headers=_told(upstream)))
-        await passing.pass_on(events)
+        told = passage.heard(events)
+        if told is None:
+            whole = passage.held + b"".join(events) + await upstream.read()
+            return NotHere(web.Response(body=whole, status=upstream.status, headers=_told(upstream)))
+        if passage.has_begun:
+            await writer.write(told, upstream)
     if not cutter.is_between:
         raise aiohttp.ClientPayloadError("the stream ended within an event")
-    return await passing.end()
+    await writer.write(passage.ended(), upstream)
+    return await writer.end()
 
 
 def _told(upstream: aiohttp.ClientResponse) -> Mapping[str, str]:

@@ -8,8 +8,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from kilburn.controller.gateway.fleet import Fleet, Member, State
+from kilburn.controller.gateway.fleet import Fleet
 from kilburn.controller.gateway.forward import ForwardCounters
+from kilburn.controller.gateway.roster import Member, State
 from kilburn.controller.metrics_families import Figure, Kind, families, single
 from kilburn.controller.registry import RegistryCounters
 from kilburn.controller.version import version
@@ -36,6 +37,8 @@ SERVICE: tuple[Figure[GatewaySources], ...] = (
            single(lambda s: sum(len(member.under_way) for member in s.fleet.members))),
     Figure("requests_answered", COUNTER, "requests that got a controller's answer, whatever it was", (),
            single(lambda s: s.forwarded.answered)),
+    Figure("requests_routed", COUNTER, "requests by what chose whom to ask first: prefixes, or load", ("by",),
+           lambda s: [(("prefix",), s.forwarded.by_prefix), (("load",), s.forwarded.by_load)]),
     Figure("requests_retried", COUNTER, "tries with another controller, before any token", (),
            single(lambda s: s.forwarded.retried)),
     Figure("requests_unanswered", COUNTER, "requests that no controller took", (),

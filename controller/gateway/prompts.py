@@ -14,6 +14,7 @@ longer than ASK_S. What this file does not know: HTTP, which member is well.
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kilburn.controller.api import anthropic, responses
 from kilburn.controller.api.checks import read_as
@@ -38,6 +39,12 @@ class Prompt:
 
     ids: tuple[int, ...]
     salt: bytes
+
+
+class Holders(Protocol):
+    """As much of a registry as it takes to ask who holds a block, as `controller/group`."""
+
+    def holders(self, digest: bytes, now: float) -> frozenset[str]: ...
 
 
 @dataclass(slots=True)
@@ -81,26 +88,32 @@ class Prompts:
         """By controller's id, how many leading tokens its workers may hold. `kinds`: (model digest, block size)."""
         found: dict[str, int] = {}
         for model_digest, block_size in kinds:
-            named = self._named(prompt, model_digest, block_size)
+            named = named_blocks(prompt, self.public, model_digest, block_size)
             if self.registry.counters.is_up:
                 await self.registry.fetch([digest for _, digest in named], asyncio.get_running_loop().time(), ASK_S)
-            for end, digest in named:
-                for group in self.registry.holders(digest, asyncio.get_running_loop().time()):
-                    id = group.partition("/")[0]
-                    found[id] = max(found.get(id, 0), end)
+            note_found(found, named, self.registry, asyncio.get_running_loop().time())
         return found
 
-    def _named(self, prompt: Prompt, model_digest: bytes, block_size: int) -> list[tuple[int, bytes]]:
-        """Where blocks of the prompt end, and their digests: as many as can be asked about, evenly spaced."""
-        ids = prompt.ids
-        num_blocks = min((len(ids) - 1) // block_size, MOST_NAMED)
-        public_run = max((common_run(ids, tokens) for tokens in self.public), default=0)
-        chain: list[bytes] = []
-        extend_chain(
-            chain, BlockHasher(model_digest, block_size), block_size, ids, num_blocks, Salt(prompt.salt, public_run)
-        )
-        stride = max(-(-num_blocks // MOST_FETCHED), 1)
-        return [((i + 1) * block_size, chain[i]) for i in range(stride - 1, num_blocks, stride)]
+
+def named_blocks(
+    prompt: Prompt, public: Iterable[Sequence[int]], model_digest: bytes, block_size: int
+) -> list[tuple[int, bytes]]:
+    """Where blocks of the prompt end, and their digests: as many as can be asked about, evenly spaced."""
+    ids = prompt.ids
+    num_blocks = min((len(ids) - 1) // block_size, MOST_NAMED)
+    salt = Salt(prompt.salt, max((common_run(ids, tokens) for tokens in public), default=0))
+    chain: list[bytes] = []
+    extend_chain(chain, BlockHasher(model_digest, block_size), block_size, ids, num_blocks, salt)
+    stride = max(-(-num_blocks // MOST_FETCHED), 1)
+    return [((i + 1) * block_size, chain[i]) for i in range(stride - 1, num_blocks, stride)]
+
+
+def note_found(found: dict[str, int], named: Iterable[tuple[int, bytes]], registry: Holders, now: float) -> None:
+    """By controller's id, how far the blocks go that its groups hold."""
+    for end, digest in named:
+        for group in registry.holders(digest, now):
+            id = group.partition("/")[0]
+            found[id] = max(found.get(id, 0), end)
 
 
 def _chat(path: str, value: object) -> ChatRequest | None:

@@ -14,7 +14,8 @@ from aiohttp import web
 
 from kilburn.controller.gateway.app import RunningGateway, running_gateway
 from kilburn.controller.gateway.events import EventCutter, is_for_another, is_opening
-from kilburn.controller.gateway.fleet import REQUEST_TOKENS, Fleet, Lost, State
+from kilburn.controller.gateway.fleet import Fleet, Lost
+from kilburn.controller.gateway.roster import REQUEST_TOKENS, Roster, State
 from kilburn.controller.registry import Announcement
 from kilburn.controller.registry_redis import RedisRegistry
 from kilburn.shared.config import GatewaySettings
@@ -352,15 +353,12 @@ async def test_after_it_the_stream_ends_with_an_error_at_once(tmp_path: Path) ->
         assert (status, whole["error"]["code"], headers["Retry-After"]) == (429, "queue_full", "7")
 
 
-async def test_the_order_is_by_state_then_by_cost() -> None:
-    async def probe(address: str) -> bool:
-        return True
-
+def test_the_order_is_by_state_then_by_cost() -> None:
     def about(address: str, num_requests: int) -> Announcement:
         return Announcement(address, num_requests, b"m", (16,))
 
-    fleet = Fleet(["http://listed"], 1.0, probe)
-    fleet.heard({"x": about("http://x", 0), "y": about("http://y", 3), "z": about("http://z", 0)})
+    fleet = Roster(["http://listed"], 1.0, 0.0)
+    fleet.heard({"x": about("http://x", 0), "y": about("http://y", 3), "z": about("http://z", 0)}, 0.0)
     x, y, z = (next(m for m in fleet.members if m.id == id) for id in "xyz")
     for member in (x, y):
         member.state = State.READY
@@ -395,7 +393,7 @@ async def test_what_goes_on_with_a_lost_member_is_broken_off_once() -> None:
     stubborn.set()
     with pytest.raises(Lost):
         await working
-    assert (member.state, member.num_lost, member.under_way) == (State.LOST, 1, set())
+    assert (member.state, member.num_lost, member.under_way) == (State.LOST, 1, {})
 
 
 def test_events_are_cut_whole_and_openings_known() -> None:
