@@ -11,9 +11,11 @@ found anew within seconds. Without Redis, or while it is down or empty, requests
 import asyncio
 import logging
 import os
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +36,21 @@ log = logging.getLogger("kilburn")
 CONNECT_S = 2.0  # for a controller to accept a connection; to answer it may take any time
 IDLE_S = 15.0  # after which an unused connection to a controller is closed: before the controller does
 LINE_BYTES = 1 << 16
+AddrInfo = tuple[int, int, int, str, tuple[object, ...]]  # as socket.getaddrinfo has it
+
+
+def watched_socket(address: AddrInfo, lost_s: float) -> socket.socket:
+    """For a connection to a controller. The kernel asks the other end whether it still knows of it.
+
+    A machine that went without a word and came back within `lost_s` answers probes, and knows nothing of the streams
+    that it held: nothing but this would ever break them off.
+    """
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", max(int(lost_s), 1)), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # not everywhere under this name; there the system's own times hold
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,8 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
     salts = salts_for(settings.server_key_file, is_shared=bool(settings.redis))
     registry = registry_for(settings.redis, folder, settings.served_model_name or folder.name, salts)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+    lines = partial(watched_socket, lost_s=settings.lost_seconds)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=lines)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES) as session:
 
         async def probe(address: str) -> bool:

@@ -46,11 +46,12 @@ Filling = tuple[Tier, int, int]  # (tier, block, generation): one content of a b
 class Surroundings(Protocol):
     """What a body needs of the world."""
 
-    now: float
     rng: Random
     poison: Mapping[int, int]  # request -> the position that no worker survives
     outcomes: dict[tuple[int, int], StepResult]  # of steps that a rank 0 has run, by lease and step
 
+    @property
+    def now(self) -> float: ...
     def faults(self) -> Faults: ...
     def to_core(self, body: "Body", message: FromWorker, after_s: float = 0.0) -> None: ...
     def died(self, body: "Body", returns: bool) -> None: ...

@@ -38,6 +38,9 @@ class Faults:
     disagrees: float = 0.0  # per step of a rank > 0: it confirms another than rank 0 answered
 
 
+CALM = Faults()
+
+
 @dataclass(frozen=True, slots=True)
 class Errand:
     """A request and what its client will do to it."""
@@ -123,7 +126,7 @@ def draw_scenario(seed: int) -> Scenario:
     vocab_size = rng.choice((3, 8, 30))
     is_crowded = rng.random() < 0.35  # many long answers at once, in pools that hold little more than the largest
     stems = [[rng.randrange(vocab_size) for _ in range(max_len)] for _ in range(rng.choice((1, 2, 3)))]
-    errands = _draw_errands(rng, stems, vocab_size, is_crowded)
+    errands = draw_errands(rng, stems, vocab_size, is_crowded)
     last_s = max(errand.at_s for errand in errands)
     shutdown_s = rng.uniform(0.1, last_s + 1.0) if rng.random() < 0.08 else None
     pins = _draw_pins(rng, stems, vocab_size, shutdown_s) if rng.random() < 0.35 else ()
@@ -131,7 +134,7 @@ def draw_scenario(seed: int) -> Scenario:
     budget = rng.choice((1, 2, 3, 5, 8, 16, 32, 64))
     num_groups = 1 if is_crowded else rng.choice((1, 1, 2, 3))
     sizes = (block_size, max_len, vocab_size)
-    hellos = tuple([_draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
+    hellos = tuple([draw_hello(rng, i, errands, pins, sizes, is_crowded) for i in range(num_groups)])
     companies = Random(seed ^ 0x7A4B)
     if companies.random() < 0.15:  # each worker group is of several ranks
         hellos = tuple([replace(hello, world=companies.choice((2, 2, 3))) for hello in hellos])
@@ -139,7 +142,7 @@ def draw_scenario(seed: int) -> Scenario:
     step_s = rng.choice((0.01, 0.03))
     upheaval = draw_upheaval(seed, num_groups, len(errands))
     late, numbers = Random(seed ^ 0x1A7E), range(num_groups, num_groups + len(upheaval.late_joins_s))
-    hellos += tuple([_draw_hello(late, number, errands, pins, sizes, False) for number in numbers])
+    hellos += tuple([draw_hello(late, number, errands, pins, sizes, False) for number in numbers])
     limits = Random(seed ^ 0x11A1)
     if limits.random() < 0.1:
         errands = tuple([_hurried(limits, errand) for errand in errands])
@@ -167,9 +170,7 @@ def draw_scenario(seed: int) -> Scenario:
         pins=pins,
         most_pinned=rng.choice((0.5, 0.5, 0.8)),
         preemption=rng.choice((Preemption.AUTO, Preemption.RECOMPUTE, Preemption.SWAP, Preemption.SWAP)),
-        faults=_without_deaths(_draw_faults(rng))
-        if upheaval.poison
-        else replace(_draw_faults(rng), disagrees=disagrees),
+        faults=_without_deaths(draw_faults(rng)) if upheaval.poison else replace(draw_faults(rng), disagrees=disagrees),
         calm_s=max(last_s + rng.uniform(0.2, 3.0), upheaval.over_s),
         shutdown_s=shutdown_s,
         step_s=step_s,
@@ -188,7 +189,7 @@ def draw_scenario(seed: int) -> Scenario:
     )
 
 
-def _draw_hello(
+def draw_hello(
     rng: Random,
     number: int,
     errands: tuple[Errand, ...],
@@ -246,7 +247,10 @@ def _draw_pins(rng: Random, stems: list[list[int]], vocab_size: int, shutdown_s:
     return tuple(drawn.values())
 
 
-def _draw_errands(rng: Random, stems: list[list[int]], vocab_size: int, is_crowded: bool) -> tuple[Errand, ...]:
+def draw_errands(
+    rng: Random, stems: list[list[int]], vocab_size: int, is_crowded: bool, first: int = 1
+) -> tuple[Errand, ...]:
+    """`first`: the number of the first request."""
     max_len = len(stems[0])
     span_s = rng.choice((0.05, 0.2) if is_crowded else (0.05, 0.5, 2.0))
     sociable = rng.random() < (0.6 if is_crowded else 0.4)  # several samples a request
@@ -254,7 +258,7 @@ def _draw_errands(rng: Random, stems: list[list[int]], vocab_size: int, is_crowd
     lengths = (5, 8, 13, 21, max_len) if is_crowded else (0, 1, 2, 3, 5, 8, 13, 21, max_len)
     beamy = rng.choice((0.0, 0.0, 0.3, 0.8)) if vocab_size >= 8 else 0.0
     errands = []
-    for number in range(1, 1 + rng.choice((4, 7, 10) if is_crowded else (1, 3, 6, 9, 14))):
+    for number in range(first, first + rng.choice((4, 7, 10) if is_crowded else (1, 3, 6, 9, 14))):
         stem = rng.choice(stems)
         num_stem = rng.randint(0, int(max_len * rng.choice((0.2, 0.4, 0.8))))
         tail = [rng.randrange(vocab_size) for _ in range(rng.choice((0, 0, 1, 2, 5)))]
@@ -341,7 +345,7 @@ def _without_deaths(faults: Faults) -> Faults:
     return Faults(bad_row=faults.bad_row, lost_block=faults.lost_block, lost_host=faults.lost_host)
 
 
-def _draw_faults(rng: Random) -> Faults:
+def draw_faults(rng: Random) -> Faults:
     def some(rate: float, chance: float = 0.25) -> float:
         return rate * rng.uniform(0.2, 1.0) if rng.random() < chance else 0.0
 

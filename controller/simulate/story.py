@@ -16,6 +16,7 @@ class Entry:
     mark: str  # ">" told to the core, "<" asked by it, "*" done by the world
     what: Event | Effect | str
     requests: frozenset[int]
+    where: str = ""  # of a world that is a part of another
 
 
 class Story:
@@ -36,7 +37,10 @@ class Story:
         ]
         left_out = len(chosen) - most
         lines = [f"  ... {left_out} earlier lines left out"] if left_out > 0 else []
-        lines += [f"  {entry.at_s:9.4f} {entry.mark} {_text(entry.what)}" for entry in chosen[-most:]]
+        lines += [
+            f"  {entry.at_s:9.4f} {entry.mark} {entry.where and entry.where + ' '}{_text(entry.what)}"
+            for entry in chosen[-most:]
+        ]
         return "\n".join(lines)
 
 

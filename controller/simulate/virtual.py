@@ -6,7 +6,6 @@ After every turn the engine validates its own laws, the judge checks the effects
 It ends when everybody has an answer and every block is free again; any broken law raises.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -43,10 +42,11 @@ from kilburn.controller.core.events import (
 )
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
+from kilburn.controller.simulate.agenda import NEVER_S, Agenda
 from kilburn.controller.simulate.body import Body
 from kilburn.controller.simulate.company import Companies, Follower
 from kilburn.controller.simulate.judge import Judge
-from kilburn.controller.simulate.scenario import Errand, Faults, PinErrand, Scenario, resized
+from kilburn.controller.simulate.scenario import CALM, Errand, Faults, PinErrand, Scenario, resized
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.witness import WorldBroken
 from kilburn.shared.messages import FromController, FromWorker, Hello, StepDone, StepFailed, StepPlan, StepResult
@@ -56,14 +56,15 @@ PATIENCE_S = 90.0  # without any progress, once nothing fails any more
 LATEST_S = 8.0  # a message that is late comes so late at most
 MOST_TURNS = 30_000
 MOST_TICKS = 50  # at one moment
-CALM = Faults()
 
 
 class World:
-    def __init__(self, scenario: Scenario) -> None:
+    """`agenda`: of a world that this one is a part of."""
+
+    def __init__(self, scenario: Scenario, agenda: Agenda | None = None) -> None:
         self.scenario = scenario
         self.rng = Random(scenario.seed ^ 0x5EED)
-        self.now = 0.0
+        self.agenda = Agenda() if agenda is None else agenda
         self.turn = 0
         self.engine = Engine(
             EngineSettings(
@@ -98,15 +99,18 @@ class World:
         self.num_to_come = len(scenario.errands) + len(scenario.pins)
         self.num_emitted: Counter[tuple[int, int]] = Counter()
         self.ready_s: dict[tuple[bytes, str], float] = {}  # when each direction of a link has delivered all
-        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_planned = 0
-        self._ticks_here = 0
+        self._deadline_s = NEVER_S  # of the core, since its last turn
+        self._ticked_s, self._ticks_here = 0.0, 0
         self._is_closing = False
-        self.retired: set[str] = set()  # told to leave, and not gone yet
+        self.retired: set[tuple[str, int]] = set()  # names and ranks that were told to leave, and are not gone yet
         self.num_poisoned: Counter[int] = Counter()  # request -> workers that it ended
         after = dict(scenario.upheaval.poison)
         submits = [errand.submit for errand in scenario.errands if errand.submit.request_id in after]
         self.poison: Mapping[int, int] = {s.request_id: len(s.prompt) - 1 + after[s.request_id] for s in submits}
+
+    @property
+    def now(self) -> float:
+        return self.agenda.now
 
     # --- the course of things
 
@@ -116,12 +120,11 @@ class World:
         for errand in scenario.errands:
             self.after(errand.at_s, self._submitting(errand))
         for wish in scenario.pins:
-            self.after(wish.at_s, self._pinning(wish))
+            self.after(wish.at_s, self.pinning(wish))
         for at_s, number in scenario.upheaval.retires:
-            self.after(at_s, partial(self._retires, scenario.hellos[number].name))
+            self.after(at_s, partial(self.retires, scenario.hellos[number].name))
         for hello, join_s in zip(scenario.hellos, scenario.joins_s, strict=True):
-            for rank in range(hello.world):
-                self.after(join_s, partial(self._born, replace(hello, rank=rank)))
+            self.after(join_s, partial(self.born_ranks, hello))
         if scenario.shutdown_s is not None:
             self.after(scenario.shutdown_s, lambda: self.inbox.append(Shutdown()))
         while not self._is_over():
@@ -130,7 +133,7 @@ class World:
         self._close()
 
     def _is_over(self) -> bool:
-        is_calm = self.now >= self.scenario.calm_s or not self._agenda
+        is_calm = self.now >= self.scenario.calm_s or not self.agenda
         return self.num_to_come == 0 and is_calm and not self.judge.clients.live() and not self.inbox
 
     def _close(self) -> None:
@@ -145,9 +148,9 @@ class World:
         if self._leaving():
             raise WorldBroken(f"{self._leaving()} was told to leave, has nothing to do, and stays")
         self.inbox += [Unpin(case.pin.prefix_id) for case in pins.live()]
-        self._pass(patience_s, until=lambda: not self._held())
-        if self._held():
-            raise WorldBroken(f"when everybody is answered, the core still holds {self._held()}")
+        self._pass(patience_s, until=lambda: not self.held())
+        if self.held():
+            raise WorldBroken(f"when everybody is answered, the core still holds {self.held()}")
         self.inbox.append(Shutdown())
         self._pass(self.scenario.silence_s + LATEST_S, until=lambda: not self.judge.leases.views)
         if self.judge.leases.views and self.scenario.shutdown_s is None:
@@ -156,44 +159,48 @@ class World:
     def _pass(self, seconds: float, until: Callable[[], bool]) -> None:
         end_s = self.now + seconds
         self.after(seconds, lambda: None)
-        while self._agenda and self.now < end_s and (self.inbox or not until()):
+        while self.agenda and self.now < end_s and (self.inbox or not until()):
             self._next()
 
     def _leaving(self) -> str:
         views = self.judge.leases.views.values()
         return ", ".join(view.hello.name for view in views if view.leaves_s is not None)
 
-    def _held(self) -> str:
+    def held(self) -> str:
         """In an engine without requests nothing waits, nothing runs, and no block has an owner."""
         return held_things(self.engine.snapshot())
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        self._num_planned += 1
-        heapq.heappush(self._agenda, (self.now + seconds, self._num_planned, action))
+        self.agenda.after(seconds, action)
 
     def _next(self) -> None:
         """One thing happens, or time reaches the core's deadline; then perhaps the core gets its turn."""
-        deadline = self.engine.deadline
-        next_s = self._agenda[0][0] if self._agenda else float("inf")
-        if deadline is not None and max(deadline, self.now) < next_s:
-            self._ticks_here = self._ticks_here + 1 if deadline <= self.now else 0
-            if self._ticks_here > MOST_TICKS:
-                raise WorldBroken(f"the core wants ticks without end at {self.now}")
-            self.now = max(deadline, self.now)
-            self.inbox.append(Tick())
+        if self.wanted_s < self.agenda.next_s:
+            self.tick()
+        elif self.agenda:
+            self.agenda.next()
+            self.perhaps_take_turn()
+        elif self.inbox:
             self._take_turn()
-            return
-        if self.inbox and not self._agenda:
-            self._take_turn()
-            return
-        if not self._agenda:
-            raise WorldBroken(
-                "nothing will ever happen again", *[case.request_id for case in self.judge.clients.live()]
-            )
-        at_s, _, action = heapq.heappop(self._agenda)
-        if at_s > self.now:
-            self.now, self._ticks_here = at_s, 0
-        action()
+        else:
+            live = [case.request_id for case in self.judge.clients.live()]
+            raise WorldBroken("nothing will ever happen again", *live)
+
+    @property
+    def wanted_s(self) -> float:
+        """When the core wants a tick."""
+        return max(self._deadline_s, self.now)
+
+    def tick(self) -> None:
+        """Time reaches the core's deadline."""
+        self._ticks_here = self._ticks_here + 1 if self.wanted_s == self._ticked_s else 0
+        if self._ticks_here > MOST_TICKS:
+            raise WorldBroken(f"the core wants ticks without end at {self.now}")
+        self._ticked_s = self.agenda.now = self.wanted_s
+        self.inbox.append(Tick())
+        self._take_turn()
+
+    def perhaps_take_turn(self) -> None:
         if self.inbox and (len(self.inbox) > 3 or self.rng.random() < 0.8):
             self._take_turn()
 
@@ -208,6 +215,8 @@ class World:
         self.companies.note_silence()
         self._count(events)
         effects = self.engine.handle(events, self.now)
+        deadline = self.engine.deadline
+        self._deadline_s = NEVER_S if deadline is None else deadline
         for effect in effects:
             self.story.add(self.now, "<", effect, self._about_effect(effect))
         self.engine.validate()
@@ -218,7 +227,7 @@ class World:
             self.seen["waited for grammar"] += sum(group.waiting_for_grammar for group in groups)
         self._tell_bodies(len(events))
         for effect in effects:
-            self._fulfil(effect)
+            self.fulfil(effect)
         waited_s = self.now - max(self.judge.clients.last_progress_s, self.scenario.calm_s)
         if self.judge.clients.live() and waited_s > PATIENCE_S + self.scenario.recovery_s:
             raise WorldBroken("no progress any more", *[case.request_id for case in self.judge.clients.live()])
@@ -243,7 +252,7 @@ class World:
                 case _:
                     pass
 
-    def _fulfil(self, effect: Effect) -> None:
+    def fulfil(self, effect: Effect) -> None:
         match effect:
             case Send(peer, message):
                 self._to_worker(peer, message)
@@ -306,7 +315,7 @@ class World:
 
         return submit
 
-    def _pinning(self, wish: PinErrand) -> Callable[[], None]:
+    def pinning(self, wish: PinErrand) -> Callable[[], None]:
         def pin() -> None:
             self.num_to_come -= 1
             self.inbox.append(wish.pin)
@@ -320,7 +329,11 @@ class World:
     def faults(self) -> Faults:
         return CALM if self.now >= self.scenario.calm_s else self.scenario.faults
 
-    def _born(self, hello: Hello) -> None:
+    def born_ranks(self, hello: Hello) -> None:
+        for rank in range(hello.world):
+            self.born(replace(hello, rank=rank))
+
+    def born(self, hello: Hello) -> None:
         self.num_born += 1
         peer = f"{hello.name}-{self.num_born}".encode()
         hello = replace(hello, boot=peer.decode())
@@ -332,8 +345,8 @@ class World:
         body.greet(self)
         self._beating(body)
 
-    def _retires(self, name: str) -> None:
-        self.retired.add(name)
+    def retires(self, name: str) -> None:
+        self.retired |= {(name, rank) for rank in range(max(hello.world for hello in self.scenario.hellos))}
         self.inbox.append(Retire(name))
         self.seen["retired"] += any(view.hello.name == name for view in self.judge.leases.views.values())
 
@@ -361,16 +374,16 @@ class World:
         """The process ended. Somebody may notice; it may come back."""
         body.is_alive = False
         self.seen["death"] += 1
-        if not returns and body.hello.name in self.retired and not self.judge.clients.is_shut:
+        if not returns and (body.hello.name, body.hello.rank) in self.retired and not self.judge.clients.is_shut:
             self.seen["left"] += 1
-            self.retired.discard(body.hello.name)
+            self.retired.discard((body.hello.name, body.hello.rank))
             returns = self.scenario.upheaval.returns
         self.story.add(self.now, "*", f"{body.peer.decode()} ends")
         if self.rng.random() < 0.5:
             self.after(self.rng.uniform(0, 0.2), lambda: self.inbox.append(Left(body.peer, "the process ended")))
         if returns:
             hello = resized(self.rng, body.hello)
-            self.after(self.rng.choice((0.05, 1.0, 5.0)), partial(self._born, hello))
+            self.after(self.rng.choice((0.05, 1.0, 5.0)), partial(self.born, hello))
 
     def _tell_bodies(self, num_events: int) -> None:
         """Bodies remember from which turn on the core knows of their damage."""

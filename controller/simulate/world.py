@@ -13,13 +13,17 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kilburn.controller.simulate.scenario import draw_scenario
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.virtual import World
 from kilburn.controller.simulate.witness import WorldBroken
+
+CHUNK = 16  # seeds handed to a process at once
+BAND = 512  # seeds by process, after which all wait for the last
+COMMAND = "kilburn.controller.simulate.world"
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class Verdict:
     turns: int = 0
     seen: Counter[str] = field(default_factory=Counter)
     story: Story = field(default_factory=Story)
+    command: str = COMMAND  # that runs it again
 
     def report(self, whole: bool = False) -> str:
         about = None if whole or not self.requests else self.requests
@@ -39,7 +44,7 @@ class Verdict:
         if self.failure or whole:
             whose = "everybody" if about is None else f"request {', '.join(map(str, sorted(about)))}"
             lines += [f" the story of {whose}:", self.story.tell(about)]
-            lines += [f" again: python -m kilburn.controller.simulate.world --seed {self.seed} --story"]
+            lines += [f" again: python -m {self.command} --seed {self.seed} --story"]
         return "\n".join(lines)
 
 
@@ -61,37 +66,46 @@ def judge_world(world: World) -> Verdict:
     return verdict
 
 
-def _run_many(seeds: range, jobs: int) -> Iterator[Verdict]:
+def _run_many(run: Callable[[int], Verdict], seeds: range, jobs: int) -> Iterator[Verdict]:
     if jobs <= 1:
-        yield from map(run_seed, seeds)
+        yield from map(run, seeds)
         return
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap_unordered(run_seed, seeds, chunksize=16)
+        for start in range(seeds.start, seeds.stop, BAND * jobs):  # all at once they might be 2**40
+            yield from pool.imap_unordered(run, seeds[start - seeds.start :][: BAND * jobs], chunksize=CHUNK)
 
 
-def run_seeds(seeds: range, jobs: int = 1, stop_at: int = 1, show: bool = True) -> tuple[list[Verdict], Counter[str]]:
-    """The failures among these seeds (at most `stop_at`), and what was seen in all worlds together."""
+def run_seeds(
+    seeds: range,
+    jobs: int = 1,
+    stop_at: int = 1,
+    show: bool = True,
+    run: Callable[[int], Verdict] = run_seed,
+    num_steps: int = 0,
+) -> tuple[list[Verdict], Counter[str]]:
+    """The failures among these seeds (at most `stop_at`), and what was seen in all worlds together.
+
+    `num_steps`: end once so many were planned; 0: with the last seed.
+    """
     failures: list[Verdict] = []
     seen: Counter[str] = Counter()
     started_s = told_s = time.monotonic()
-    for done, verdict in enumerate(_run_many(seeds, jobs), start=1):
+    done = 0
+    for done, verdict in enumerate(_run_many(run, seeds, jobs), start=1):
         seen += verdict.seen
         seen["turn"] += verdict.turns
         if verdict.failure:
             failures.append(verdict)
-            if len(failures) >= stop_at:
-                break
+        if len(failures) >= stop_at or (num_steps and seen["plan"] >= num_steps):
+            break
         if show and time.monotonic() - told_s > 1.0:
             told_s = time.monotonic()
-            rate = done / (told_s - started_s)
-            left_s = (len(seeds) - done) / rate
-            print(
-                f"\r{done:,} of {len(seeds):,} seeds, {rate:.0f} a second, {left_s:.0f} s left ",
-                end="",
-                file=sys.stderr,
-            )
+            share = seen["plan"] / num_steps if num_steps else done / len(seeds)
+            left_s = (told_s - started_s) * (1 / max(share, 1e-9) - 1)
+            of = f"{seen['plan']:,} steps" if num_steps else f"{len(seeds):,} seeds"
+            print(f"\r{done:,} seeds of {of}, {left_s:.0f} s left ", end="", file=sys.stderr)
     if show:
-        print(f"\r{len(seeds):,} seeds in {time.monotonic() - started_s:.1f} s{' ' * 30}", file=sys.stderr)
+        print(f"\r{done:,} seeds in {time.monotonic() - started_s:.1f} s{' ' * 40}", file=sys.stderr)
     return failures, seen
 
 
