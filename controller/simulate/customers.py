@@ -5,8 +5,8 @@
     own losses  a stream that breaks off was told something, ends between two events, and the life that held it has
                 died, or was not heard of by the gateway for a while
     at once     ... and no longer ago than it takes to find out
-    in time     nobody asks another controller once the client was told something; each is asked once, and MOST_TRIES
-                of them at most; whoever was told nothing gets an answer if one of these could give it
+    in time     nobody asks another controller once the client was told something; each is asked once, and TRIES of
+                them at most; whoever was told nothing gets an answer if one of these could give it
     quiet       nobody waits for ever
     sensible    who is asked first is not worse, by all that the gateway knows, than another
 
@@ -16,11 +16,13 @@ Nothing here knows how gateways decide.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kilburn.controller.gateway.passage import MOST_TRIES
 from kilburn.controller.gateway.roster import Member, State
 from kilburn.controller.simulate.scenario import Errand
 from kilburn.controller.simulate.site import Reply, Site
 from kilburn.controller.simulate.witness import WorldBroken, demand
+
+TRIES = 3
+FOR_NOW = ("queue_full", "no_worker", "shutting_down")  # refusals that another controller need not share
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Customers:
         demand(not record.told, "another controller is asked, though the client was told something", record.number)
         demand(address not in record.asked, f"{address} is asked twice", record.number)
         record.asked.append(address)
-        demand(len(record.asked) <= MOST_TRIES, "too many controllers are asked", record.number)
+        demand(len(record.asked) <= TRIES, "too many controllers are asked", record.number)
         record.site = site
 
     def told(self, record: Record, data: bytes) -> None:
@@ -91,10 +93,8 @@ class Customers:
         if reply is None or record.end:
             raise WorldBroken("somebody is told something that nobody said", record.number)
         start = len(record.told)
-        holds = bytes(reply.said[start : start + len(data)]) == data
-        demand(
-            holds, f"{data!r} is told, where {bytes(reply.said[start : start + len(data)])!r} was said", record.number
-        )
+        said = bytes(reply.said[start : start + len(data)])
+        demand(said == data, f"{data!r} is told, where {said!r} was said", record.number)
         record.told += data
 
     # --- how it ends
@@ -105,9 +105,10 @@ class Customers:
 
     def answered(self, record: Record, now: float) -> None:
         reply = record.reply
-        demand(
-            reply is not None and not reply.open and reply.said == record.told, "an answer is not whole", record.number
-        )
+        is_whole = reply is not None and not reply.open and reply.said == record.told
+        demand(is_whole, "an answer is not whole", record.number)
+        holds = reply is None or reply.refused not in FOR_NOW
+        demand(holds, "a client is told that a controller is busy, while others were not asked", record.number)
         self._ends(record, "answered", now)
 
     def breaks_off(self, record: Record, is_excused: bool, now: float) -> None:
@@ -120,7 +121,7 @@ class Customers:
 
     def unanswered(self, record: Record, refused: Sequence[str], now: float) -> None:
         """`refused`: the words of those who were asked and would not answer."""
-        num_due = min(record.num_known, MOST_TRIES)
+        num_due = min(record.num_known, TRIES)
         holds = not record.told and len(record.asked) == num_due
         demand(holds, f"given up after {len(record.asked)} of {num_due} controllers were asked", record.number)
         self._ends(record, "refused" if refused else "unanswered", now)

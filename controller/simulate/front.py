@@ -122,12 +122,18 @@ class Front:
                 self._close(line)
                 self.customers.left(line.record, "left", self.network.now)
 
-    def _next(self, record: Record, passage: Passage, refused: list[str]) -> None:
+    def _next(self, record: Record, passage: Passage, refused: list[str], is_excused: bool = False) -> None:
+        """`is_excused`: whether the controller that is not asked any more is known to have failed."""
         network, member = self.network, passage.next()
-        if member is None:
+        if member is None and passage.has_begun:
+            self.customers.breaks_off(record, is_excused, network.now)
+        elif member is None:
             self.customers.unanswered(record, refused, network.now)
-            network.seen["unanswered"] += not refused
-            return
+        else:
+            self._try(record, passage, member, refused)
+
+    def _try(self, record: Record, passage: Passage, member: Member, refused: list[str]) -> None:
+        network = self.network
         network.seen["retried"] += passage.num_tries > 1
         machine, site = network.site_at(member.address)
         line = Line(record, passage, member, site, network.now, refused)
@@ -184,12 +190,7 @@ class Front:
         if line.is_over:
             return
         self._close(line)
-        record, passage, network = line.record, line.passage, self.network
-        if passage.has_begun:
-            network.seen["broken off"] += 1
-            self.customers.breaks_off(record, self._is_excused(line), network.now)
-        else:
-            self._next(record, passage, line.refused)
+        self._next(line.record, line.passage, line.refused, self._is_excused(line))
 
     def _is_excused(self, line: Line) -> bool:
         """Whether the controller has died, or was not heard of for as long as it may be silent."""

@@ -27,9 +27,11 @@ from kilburn.controller.core.events import (
     Started,
     Stop,
     Submit,
+    Turned,
     Unpin,
 )
 from kilburn.controller.simulate.clients import Clients
+from kilburn.controller.simulate.placing import Placing
 from kilburn.controller.simulate.queueing import Queueing
 from kilburn.controller.simulate.scenario import Scenario
 from kilburn.controller.simulate.witness import Leases
@@ -53,6 +55,7 @@ class Judge:
         self.leases = Leases(scenario)
         self.clients = Clients(scenario, self.leases)
         self.queueing = Queueing(scenario, self.leases)
+        self.placing = Placing(scenario, self.leases)
 
     def hear(self, events: Sequence[Event], now: float) -> None:
         """What the core is about to be told. Raises WorldBroken, as `see` does."""
@@ -125,6 +128,9 @@ class Judge:
                     self.clients.started(effect, now)
                     submit = self.clients.cases[effect.request_id].submit
                     self.queueing.began(submit, self.clients.still_waiting())
+                case Turned():
+                    leaving = {late.request_id for late in self.clients.late}
+                    self.placing.turned(effect, self.clients.cases, leaving, now)
                 case Send(peer, Welcome(lease=lease)):
                     self.leases.welcomed(peer, lease, now)
                 case Send(_, Prepare() | Forget() as word):

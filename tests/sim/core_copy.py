@@ -1,9 +1,9 @@
-"""Run worlds against a copy of the core that lies in another folder.
+"""Run worlds against a copy of the core, or of the gateway, that lies in another folder.
 
-    python tests/sim/core_copy.py FOLDER FIRST_SEED NUM_SEEDS LIMIT_S
+    python tests/sim/core_copy.py FOLDER FIRST_SEED NUM_SEEDS LIMIT_S core|gateway world|service
 
 prints one JSON line: after how many worlds one failed and how, or null. The folder takes the place of
-kilburn.controller.core before anything of it is imported; all else is the real thing. A short
+kilburn.controller.core, or .gateway, before anything of it is imported; all else is the real thing. A short
 table of laws goes before (0 worlds): it is for what the core, as it is now, never makes happen.
 """
 
@@ -14,16 +14,18 @@ import time
 from typing import Any
 
 
-def main(folder: str, first_seed: int, num_seeds: int, limit_s: float) -> dict[str, object] | None:
-    core = importlib.import_module("kilburn.controller.core")
-    core.__path__ = [folder]
-    world = importlib.import_module("kilburn.controller.simulate.world")
+def main(
+    folder: str, first_seed: int, num_seeds: int, limit_s: float, replaced: str, kind: str
+) -> dict[str, object] | None:
+    importlib.import_module(f"kilburn.controller.{replaced}").__path__ = [folder]
+    module = importlib.import_module(f"kilburn.controller.simulate.{kind}")
+    run = module.run_service if kind == "service" else module.run_seed
     started_s = time.monotonic()
     law = broken_law()
     if law:
         return {"worlds": 0, "failure": law}
     for num_before in range(num_seeds):
-        verdict = world.run_seed((first_seed + num_before) % num_seeds)
+        verdict = run((first_seed + num_before) % num_seeds)
         if verdict.failure:
             return {"worlds": num_before + 1, "failure": verdict.failure}
         if time.monotonic() - started_s > limit_s:
@@ -73,4 +75,4 @@ def broken_bound() -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), *sys.argv[5:7])))

@@ -1,4 +1,4 @@
-"""One-line sabotages of the core that the world must kill.
+"""One-line sabotages of the core that a world must kill, and of gateways that a service of several controllers must.
 
 Each names the rule that it breaks. `edits` are (file, exact old text, new text); the old text must occur exactly once,
 so that a mutant cannot rot when the core moves on. Most need one edit; a few break a rule that is defended twice, and
@@ -20,7 +20,7 @@ from pathlib import Path
 import kilburn.controller.core as core
 
 HERE = Path(__file__).parent
-CORE = Path(next(iter(core.__path__)))
+CONTROLLER = Path(next(iter(core.__path__))).parent
 NUM_SEEDS = 3_000
 LIMIT_S = 120.0  # for one mutant
 
@@ -29,6 +29,12 @@ LIMIT_S = 120.0  # for one mutant
 class Mutant:
     name: str
     edits: tuple[tuple[str, str, str], ...]
+    of: str = "core"  # the folder of the controller that its files are in
+    world: str = "world"  # the module that runs the seeds
+
+    @property
+    def folder(self) -> Path:
+        return CONTROLLER / self.of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,11 @@ class Kill:
 
 def one(name: str, file: str, old: str, new: str) -> Mutant:
     return Mutant(name, ((file, old, new),))
+
+
+def front(name: str, file: str, old: str, new: str) -> Mutant:
+    """Of a gateway."""
+    return Mutant(name, ((file, old, new),), "gateway", "service")
 
 
 MUTANTS = [
@@ -639,12 +650,49 @@ MUTANTS = [
         "if not held.is_ready:",
     ),
     one("a grammar is forgotten while others need it", "grammars.py", "if not held.users:", "if True:"),
+    # --- a service of several controllers, and gateways before it
+    Mutant(
+        "everybody is put on the first group that fits",
+        (("placement.py", "    return _of_two(good, group.place.arrival)", "    return fitting[0]"),),
+        world="service",
+    ),
+    front(
+        "another controller is asked after the first token",
+        "passage.py",
+        "if self.has_begun or self.num_tries",
+        "if self.num_tries",
+    ),
+    front(
+        "an answer begins with what another had opened",
+        "passage.py",
+        '        self.held, self.last = b"", b""\n        self.num_tries += 1',
+        "        self.num_tries += 1",
+    ),
+    front("a controller that refuses for now has the last word", "passage.py", "if is_for_another(said):", "if False:"),
+    front("nobody else is asked", "passage.py", "MOST_TRIES = 3", "MOST_TRIES = 1"),
+    front(
+        "a gateway does not see how busy controllers are",
+        "roster.py",
+        "+ REQUEST_TOKENS * member.num_requests",
+        "",
+    ),
+    front("a lost controller is asked as any other", "roster.py", "(member.state.value, cost(member))", "cost(member)"),
+    front(
+        "streams wait for a machine that is gone",
+        "roster.py",
+        "        for break_off in broken:\n            break_off()",
+        "        broken.clear()",
+    ),
+    front("a controller that was once lost is lost for ever", "roster.py", "member.heard_at = now\n", "return\n"),
+    front(
+        "a client that leaves is worked for as if it had not", "roster.py", "member.under_way.pop(number, None)", "pass"
+    ),
 ]
 
 
 def mutated(mutant: Mutant, folder: Path) -> None:
-    """A copy of the core in `folder`, sabotaged."""
-    shutil.copytree(CORE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of its folder in `folder`, sabotaged."""
+    shutil.copytree(mutant.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file, old, new in mutant.edits:
         path = folder / file
         text = path.read_text()
@@ -682,7 +730,7 @@ NEAR = {
 def hunt(mutant: Mutant) -> Kill:
     """Worlds, one after the other, until one of them fails."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "core"
+        folder = Path(scratch) / mutant.of
         mutated(mutant, folder)
         command = [
             sys.executable,
@@ -691,6 +739,8 @@ def hunt(mutant: Mutant) -> Kill:
             str(NEAR.get(mutant.name, 0)),
             str(NUM_SEEDS),
             str(LIMIT_S),
+            mutant.of,
+            mutant.world,
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.sim.mutants import CORE, MUTANTS, NEAR, Kill, hunt, table
+from tests.sim.mutants import MUTANTS, NEAR, Kill, hunt, table
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def kills():
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_old_text_occurs_once_and_is_changed(mutant):
     for file, old, new in mutant.edits:
-        assert (CORE / file).read_text().count(old) == 1, f"{mutant.name}: {file} has moved on"
+        assert (mutant.folder / file).read_text().count(old) == 1, f"{mutant.name}: {file} has moved on"
         assert old != new
 
 
