@@ -1,4 +1,4 @@
-"""Services of several controllers and gateways, by seed: all laws hold, and they are as full of faults as they claim."""
+"""Services of several controllers and gateways, by seed: all laws hold, and they are as eventful as they claim."""
 
 import pytest
 
