@@ -1,6 +1,7 @@
 """What the core costs per step: microseconds of plan, commit and encode while 64, 256, 1,024 sequences decode.
 
     python bench/core.py [--sequences 64 256 1024] [--steps 200] [--json out.json]
+    python bench/core.py --against-vllm VENV/bin/python      vLLM's own scheduler beside it: see core_against.py
 
 The real engine is driven by a worker that answers at once with token 7; no socket, no clock. `handle` is all that the
 engine does with a result: commit, plan and what stands around them. Figures are medians over steps. Machines differ,
@@ -12,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Send, Submit
 from kilburn.controller.core.settings import EngineSettings
@@ -71,15 +73,15 @@ class Echo:
 class Timed:
     """A function that remembers how long its calls took, in microseconds, since it was last asked."""
 
-    def __init__(self, function: Any) -> None:
-        self._function, self._us = function, 0.0
+    def __init__(self, function: Any, clock: Callable[[], float] = perf_counter) -> None:
+        self._function, self._clock, self._us = function, clock, 0.0
 
     def __call__(self, *arguments: Any) -> Any:
-        begun = perf_counter()
+        begun = self._clock()
         try:
             return self._function(*arguments)
         finally:
-            self._us += (perf_counter() - begun) * 1e6
+            self._us += (self._clock() - begun) * 1e6
 
     def taken_us(self) -> float:
         taken, self._us = self._us, 0.0
@@ -158,10 +160,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--against-vllm", metavar="PYTHON", help="a Python that has vllm.v1.core: compare with it")
+    parser.add_argument("--rounds", type=int, default=5, help="of such a comparison")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(words)
-    if options.steps < 1 or min(options.sequences) < 1:
-        parser.error("--steps and --sequences must be at least 1")
+    if options.steps < 1 or options.rounds < 1 or min(options.sequences) < 1:
+        parser.error("--steps, --rounds and --sequences must be at least 1")
+    if options.against_vllm:
+        from bench.core_against import against  # which is built of this
+
+        return against(options.against_vllm, options.sequences, options.rounds, options.json)
     console = Console(stderr=True)
     found = {count: measure(count, options.steps, console) for count in options.sequences}
     heads = ("sequences", "plan", "commit", "encode", "handle", "total", "plan B", "result B", "loop", "total/loop")

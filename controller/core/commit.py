@@ -35,25 +35,32 @@ class Commit:
             raise Disagreement("a token beyond the vocabulary")
         self._learn(flight, result, effects)
         self._lose(result.lost, effects)
+        for i in result.failed:
+            self._memory.distrust(flight.sequences[i].chain)
         logprobs = {entry.index: entry for entry in result.logprobs}
         scores = {entry.index: entry for entry in result.prompt_logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
+        is_quiet = not unwell and not logprobs  # tokens are all that it tells
         tokens, at = result.tokens, 0
-        for i, sequence in enumerate(flight.sequences):
-            end = at + result.num_tokens[i]
-            drawn, at = tokens[at:end], end
-            if i in result.failed:
-                self._memory.distrust(sequence.chain)
-            if sequence.epoch != flight.epochs[i]:
+        rows = zip(flight.sequences, flight.epochs, flight.counts, result.num_tokens, strict=True)
+        for i, (sequence, epoch, count, num_drawn) in enumerate(rows):
+            first, at = at, at + num_drawn
+            if sequence.epoch != epoch:
                 continue  # of a life that is over
+            if sequence.is_steady and is_quiet and num_drawn == 1:  # most rows of most steps
+                computed = sequence.num_computed = sequence.num_computed + 1
+                if computed % self._block_size == 0:
+                    self._publish(sequence, computed - 1)
+                self._append(sequence, tokens[first], (), effects)
+                continue
             if i in unwell:
                 self._unwell(sequence, result.failed.get(i), effects)
                 continue
-            if flight.counts[i] > 1 or sequence.num_computed < sequence.num_prompt:
-                self._tell_chunk(sequence, flight.counts[i], flight.sent_at, effects)
+            if count > 1 or sequence.num_computed < sequence.num_prompt:
+                self._tell_chunk(sequence, count, flight.sent_at, effects)
             if sequence.group.num_scored < sequence.num_prompt:
-                self._score(sequence, flight.counts[i], scores.get(i), effects)
-            self._advance(sequence, flight.counts[i], drawn, logprobs.get(i), effects)
+                self._score(sequence, count, scores.get(i), effects)
+            self._advance(sequence, count, tokens[first:at], logprobs.get(i), effects)
         if self._line.returning:
             self._welcome(flight.step, effects)
 
@@ -62,11 +69,10 @@ class Commit:
     def _advance(
         self, sequence: Sequence, count: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
     ) -> None:
-        before, size, group = sequence.num_computed, self._block_size, sequence.group
+        before, group = sequence.num_computed, sequence.group
         computed = sequence.num_computed = before + count
-        if computed // size > before // size:
-            full = sequence.own_table.blocks[: computed // size]
-            self._memory.index.publish(sequence.chain, sequence.tokens, full, before // size, group.salt)
+        if computed // self._block_size > before // self._block_size:
+            self._publish(sequence, before)
         expected = 0 if computed < len(sequence.tokens) else group.num_draws
         if expected != 1 or type(group) is not Group:
             self._advance_rarely(sequence, expected, drawn, logprobs, effects)
@@ -75,7 +81,15 @@ class Commit:
             raise Disagreement(f"{len(drawn)} tokens for {sequence}, expected 1")
         if sequence.followers:
             self._line.lead(sequence)
+        # From now on all that can come of it is one token more, for as long as this life lasts.
+        sequence.is_steady = not sequence.followers
         self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
+
+    def _publish(self, sequence: Sequence, before: int) -> None:
+        """Name the blocks that a sequence filled, of which `before` positions were computed until now."""
+        computed, size = sequence.num_computed, self._block_size
+        full = sequence.own_table.blocks[: computed // size]
+        self._memory.index.publish(sequence.chain, sequence.tokens, full, before // size, sequence.group.salt)
 
     @staticmethod
     def _tell_chunk(sequence: Sequence, count: int, sent_at: float, effects: list[Effect]) -> None:

@@ -216,9 +216,9 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft, effects: list[Effect]) -> list[Sequence]:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""
         longer: list[Sequence] = []
-        place = 0
-        while place < len(self.line.running):
-            group = self.line.running[place]
+        running, decodes, place = self.line.running, draft.decodes, 0
+        while place < len(running):
+            group = running[place]
             if self.probe is not None and group is not self.probe:
                 place += 1
                 continue
@@ -232,11 +232,11 @@ class Scheduler:
                     continue
                 if draft.budget == 0:
                     return longer
-                if sequence.is_fresh or planned == sequence.capacity:
+                if planned == sequence.capacity or sequence.is_fresh:
                     if not self._make_room(draft, sequence, place, was_granted, effects):
                         continue  # it waits for blocks, or its group has just left the list
                     draft.admit_fresh(sequence)
-                draft.decodes.append(sequence)
+                decodes.append(sequence)
                 sequence.num_planned = planned + 1
                 draft.budget -= 1
                 was_granted = True

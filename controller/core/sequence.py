@@ -67,6 +67,7 @@ class Sequence:
         "host",
         "index",
         "is_fresh",
+        "is_steady",
         "limit",
         "num_computed",
         "num_planned",
@@ -93,6 +94,7 @@ class Sequence:
         self.table: BlockTable | None = None
         self.capacity = 0  # slots of the table
         self.is_fresh = False  # its next Advance needs an Admit first
+        self.is_steady = False  # nothing more can come of an Advance in this life but one token: see commit.py
         self.host: list[int | None] = []  # SWAPPED: the host copy of each block, None where a pin keeps it
         self.followers: list[Sequence] = []  # wait for this one to compute the blocks that they will share
 
@@ -125,7 +127,7 @@ class Sequence:
         self.row, self.table, self.capacity, self.host = row, table, capacity, []
         self.num_computed = self.num_planned = num_computed
         self.plan_end = plan_end
-        self.is_fresh = True
+        self.is_fresh, self.is_steady = True, False
 
     def fork(self, index: int, row: int) -> "Sequence":
         """Another sequence of the group, with the same past and a table over the same blocks."""

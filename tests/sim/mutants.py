@@ -165,12 +165,18 @@ MUTANTS = [
     Mutant(
         "a failed row's names are kept",
         (
-            ("commit.py", "self._memory.distrust(sequence.chain)", "pass"),
+            ("commit.py", "self._memory.distrust(flight.sequences[i].chain)", "pass"),
             ("commit.py", "self._memory.distrust(member.chain)", "pass"),
         ),
     ),
     # --- lives
-    one("the epoch is ignored", "commit.py", "if sequence.epoch != flight.epochs[i]:", "if False:"),
+    one("the epoch is ignored", "commit.py", "if sequence.epoch != epoch:", "if False:"),
+    one(
+        "a sequence that begins anew still goes on token by token",
+        "sequence.py",
+        "self.is_fresh, self.is_steady = True, False",
+        "self.is_fresh = True",
+    ),
     one(
         "work in flight survives the end",
         "sequence.py",
