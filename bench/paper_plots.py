@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = ("#2b6cb0", "#dd6b20", "#38a169", "#805ad5", "#718096", "#d53f8c", "#319795")
-PARTS = ("#2b6cb0", "#90cdf4", "#f6ad55", "#e2e8f0")
+PARTS = ("#2b6cb0", "#90cdf4", "#f6ad55", "#e2e8f0", "#a0aec0", "#d53f8c", "#805ad5")
 ACROSS = 3
 
 

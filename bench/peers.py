@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -187,10 +187,11 @@ def floor_s(asked: Sequence[Asked], workload: Workload, shapes: Shapes, limits: 
     return max(flops / limits.flops_per_s, read_s)
 
 
-def table_of(workload: str, turns: dict[str, list[Turn]], floors_s: list[float]) -> Table:
-    table = Table(
-        "side", "wall s", "of the floor", "TTFT s", "decode tok/s", "tok/s", "ratio", "agrees", title=workload
-    )
+HEADS = ("side", "wall s", "of the floor", "TTFT s", "decode tok/s", "tok/s", "ratio", "agrees")
+
+
+def rows_of(turns: dict[str, list[Turn]], floors_s: list[float]) -> Iterator[tuple[str, ...]]:
+    """A row for each side; ratios and agreement are with the first one's."""
     first = next(iter(turns.values()))
     for name, own in turns.items():
         ratios = [a.wall_s / b.wall_s for a, b in zip(own, first, strict=True)]
@@ -198,7 +199,7 @@ def table_of(workload: str, turns: dict[str, list[Turn]], floors_s: list[float])
         agrees = [common_share(a.texts, b.texts) for a, b in zip(own, first, strict=True)]
         columns = ((t.wall_s, t.ttft_s, t.decode_per_s, t.tokens_per_s) for t in own)
         wall_s, *rest = (statistics.median(column) for column in zip(*columns, strict=True))
-        table.add_row(
+        yield (
             name,
             f"{wall_s:.2f}",
             f"{100 * statistics.median(shares):.0f} %",
@@ -206,6 +207,12 @@ def table_of(workload: str, turns: dict[str, list[Turn]], floors_s: list[float])
             f"{statistics.median(ratios):.2f}",
             f"{100 * statistics.median(agrees):.0f} %",
         )
+
+
+def table_of(workload: str, turns: dict[str, list[Turn]], floors_s: list[float]) -> Table:
+    table = Table(*HEADS, title=workload)
+    for row in rows_of(turns, floors_s):
+        table.add_row(*row)
     return table
 
 
@@ -234,7 +241,7 @@ def main() -> None:
     options = parser.parse_args()
     console, shapes = Console(), shapes_of(options.model)
     sides = sides_of(options, shapes.vocabulary)
-    kept: dict[str, Any] = {"limits": [], "turns": {}}
+    kept: dict[str, Any] = {"limits": [], "turns": {}, "floors_s": {}, "peak_mb": {}}
     try:
         for name in options.workloads.split(","):
             workload, turns, floors_s = WORKLOADS[name], {side.name: list[Turn]() for side in sides}, list[float]()
@@ -252,8 +259,10 @@ def main() -> None:
                     )
             console.print(table_of(name, turns, floors_s))
             kept["turns"][name] = {side: [asdict(turn) for turn in own] for side, own in turns.items()}
+            kept["floors_s"][name] = floors_s
         for side in sides:
-            print(f"{side.name}: peak memory {side.peak_mb():.0f} MB")
+            kept["peak_mb"][side.name] = side.peak_mb()
+            print(f"{side.name}: peak memory {kept['peak_mb'][side.name]:.0f} MB")
         print(f"read {limits.read_bytes_per_s / 1e9:.1f} GB/s, products {limits.flops_per_s / 1e9:.0f} GFLOP/s")
     finally:
         for side in sides:

@@ -1,0 +1,125 @@
+"""vLLM's own V1 scheduler on queues of requests, for `bench/core.py --against-vllm`.
+
+    VENV/bin/python bench/peer_scheduler.py
+
+Run by the Python that has vLLM, so it needs only the standard library beside it; `vllm.v1.core` is all that is used of
+it: no model is loaded and no worker started. Its first line is `"ready"`; then, for each line of JSON in, a line out:
+
+    {"prompts": [[id, ...], ...], "num_outputs": [n, ...], "max_rows": n, "block_size": n, "max_step_tokens": n,
+     "most_steps": n}
+    {"begin_us": ..., "steps": [[rows, positions, tokens drawn, us], ...]}
+
+`begin_us` is what it takes to make the requests and add them; a step's `us` is `schedule` and `update_from_output`, all
+in CPU time of the one thread that runs. Every row that reaches the end of its known tokens draws TOKEN.
+"""
+
+import gc
+import json
+import sys
+import tempfile
+from pathlib import Path
+from time import thread_time
+from typing import Any
+
+TOKEN = 7
+# As much of a model as a scheduler wants to know of one.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 50_000,
+    "max_position_embeddings": 1 << 16, "torch_dtype": "float32", "eos_token_id": 2,
+}  # fmt: skip
+
+
+def scheduler_for(asked: dict[str, Any], folder: str) -> Any:
+    """A scheduler with blocks enough that nobody is ever preempted."""
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    size = asked["block_size"]
+    lengths = [len(p) + n for p, n in zip(asked["prompts"], asked["num_outputs"], strict=True)]
+    num_blocks = sum(-(-length // size) + 1 for length in lengths) + 16
+    model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max(lengths) + 1)
+    config = VllmConfig(
+        model_config=model,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=asked["max_rows"],
+            max_num_batched_tokens=asked["max_step_tokens"],
+            max_model_len=max(lengths) + 1,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=size, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+    )
+    config.cache_config.num_gpu_blocks = num_blocks
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+        log_stats=False,
+    )
+
+
+def requests_of(asked: dict[str, Any]) -> list[Any]:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(asked["block_size"], sha256)
+    made = []
+    for i, (prompt, num_output) in enumerate(zip(asked["prompts"], asked["num_outputs"], strict=True)):
+        wish = SamplingParams(temperature=0.0, max_tokens=num_output, stop_token_ids=[2])
+        wish.update_from_generation_config({}, 2)
+        made.append(Request(str(i), prompt, wish, None, block_hasher=hasher))
+    return made
+
+
+def run(asked: dict[str, Any], folder: str) -> dict[str, Any]:
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    scheduler = scheduler_for(asked, folder)
+    begun = thread_time()
+    requests = requests_of(asked)
+    for request in requests:
+        scheduler.add_request(request)
+    begin_us = (thread_time() - begun) * 1e6
+    by_id = {request.request_id: request for request in requests}
+    gc.collect()
+    steps = []
+    while scheduler.has_unfinished_requests() and len(steps) < asked["most_steps"]:
+        begun = thread_time()
+        plan = scheduler.schedule()
+        planned = thread_time()
+        ids = list(plan.num_scheduled_tokens)
+        # `schedule` has moved num_computed_tokens on already: who reached the end of his tokens draws one.
+        drawn = [[TOKEN] if by_id[i].num_computed_tokens >= by_id[i].num_tokens else [] for i in ids]
+        made = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={id: at for at, id in enumerate(ids)}, sampled_token_ids=drawn
+        )
+        landed = thread_time()
+        scheduler.update_from_output(plan, made)
+        us = (planned - begun + thread_time() - landed) * 1e6
+        steps.append([len(ids), plan.total_num_scheduled_tokens, sum(map(len, drawn)), us])
+    return {"begin_us": begin_us, "steps": steps}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        run({"prompts": [[5, 6, 7]], "num_outputs": [2], "max_rows": 4, "block_size": 16, "max_step_tokens": 64,
+             "most_steps": 4}, folder)  # fmt: skip
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(run(json.loads(line), folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
