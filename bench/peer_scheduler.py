@@ -17,6 +17,7 @@ import gc
 import json
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from time import thread_time
 from typing import Any
@@ -112,6 +113,7 @@ def run(asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    import_module("vllm")  # fails at once where it is not there
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         run({"prompts": [[5, 6, 7]], "num_outputs": [2], "max_rows": 4, "block_size": 16, "max_step_tokens": 64,

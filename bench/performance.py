@@ -3,7 +3,8 @@
     python bench/performance.py --peers f.json --peers-int8 i.json --core c.json --step t.json --scale s.json
 
 Each file is what the bench of that name wrote with `--json`; it is kept as docs/performance/NAME.json, from which the
-page can be made again (`python bench/performance.py`). A part whose file is not there stays as it is.
+page can be made again (`python bench/performance.py`). `--quality` takes a text: what `weights_int8.py` and
+`kv_dtype.py` printed. A part whose file is not there stays as it is.
 """
 
 import argparse
@@ -91,8 +92,13 @@ def scale(made: dict[str, Any]) -> str:
     return text + f"* controller: grows as rows^{power:.2f}\n"
 
 
+def quality(said: str) -> str:
+    return f"```\n{said.strip()}\n```\n"
+
+
 PARTS_OF_PAGE: dict[str, Callable[[Any], str]] = {
     "peers": peers, "peers-int8": peers, "core": core, "step": step, "scale": scale,
+    "quality": quality,
 }  # fmt: skip
 
 
@@ -108,16 +114,17 @@ def written(page: str, name: str, text: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in PARTS_OF_PAGE:
-        parser.add_argument(f"--{name}", type=Path, metavar="JSON")
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
     given = vars(parser.parse_args(words))
     KEPT.mkdir(exist_ok=True)
     page = PAGE.read_text()
     for name, part in PARTS_OF_PAGE.items():
-        file, kept = given[name.replace("-", "_")], KEPT / f"{name}.json"
+        file, kept = given[name.replace("-", "_")], KEPT / (f"{name}.txt" if part is quality else f"{name}.json")
         if file is not None:
             kept.write_text(file.read_text())
         if kept.exists():
-            page = written(page, name, part(json.loads(kept.read_text())))
+            made = kept.read_text()
+            page = written(page, name, part(made if part is quality else json.loads(made)))
             print(f"{name}: written")
     PAGE.write_text(page)
     return 0

@@ -129,6 +129,7 @@ class Machine:
         if length > config.max_len:
             raise SystemExit(f"{length} tokens: the model's sequences have {config.max_len} at most")
         num_blocks = num_rows * (blocks_for(length, block_size) + 1)
+        num_blocks += num_blocks // 50 + 4  # the margin that admission keeps
         layout = KVLayout(block_size, config.num_layers, config.num_kv_heads, config.head_dim, "float32")
         limits = Limits(
             max_rows=num_rows,

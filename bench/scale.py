@@ -37,6 +37,7 @@ REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 6144, 8000)
 SIZES = (8, 16, 32, 64, 128)
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
+DEEP = 1024  # context at which blocks of all sizes are tried
 FEW = 64  # rows up to which weights are read once for all, by panels; beyond, other products
 
 
@@ -87,11 +88,11 @@ def point_of(x: int, spent: Spent) -> Point:
 
 def measured(machine: Machine, given: argparse.Namespace, console: Console) -> dict[str, list[Point]]:
     steps, longest = given.steps, machine.loaded.config.max_len - given.steps - 8
-    contexts = [c for c in given.contexts if c <= longest]
+    contexts, deep = [c for c in given.contexts if c <= longest], min(DEEP, longest)
     jobs: list[tuple[str, int, Any]] = [
         *[("requests", n, lambda n=n: machine.load(n, 128, steps, 16).steps(steps)) for n in given.requests],
         *[("context", c, lambda c=c: machine.load(4, c, steps, 16).steps(steps)) for c in contexts],
-        *[("block size", b, lambda b=b: machine.load(8, 1024, steps, b).steps(steps)) for b in given.sizes],
+        *[("block size", b, lambda b=b: machine.load(8, deep, steps, b).steps(steps)) for b in given.sizes],
         *[("prompt", n, lambda n=n: machine.prompt(n, max(steps // 4, 2))) for n in given.prompts],
     ]
     found: dict[str, list[Point]] = {}
@@ -137,12 +138,13 @@ def panels_of(found: dict[str, list[Point]]) -> list[dict[str, Any]]:
         return [p.x for p in found[what]], [y(p) for p in found[what]]
 
     step_ms = "ms of a step"
+    blocks = line("block size", lambda p: 1e3 * p.step_s)
     shares = line("requests", lambda p: 100 * p.controller_s / p.step_s)
     return [
         panel("requests", "tokens/s", "requests that decode", {"all": line("requests", lambda p: p.x / p.step_s)}),
         panel("controller's share", "% of a step", "requests that decode", {"core and wire": shares}),
         panel("context", step_ms, "tokens, 4 requests", {"decode": line("context", lambda p: 1e3 * p.step_s)}, "lines"),
-        panel("block size", step_ms, "8 requests of 1,024", {"decode": line("block size", lambda p: 1e3 * p.step_s)}),
+        panel("block size", step_ms, "tokens of a block, 8 requests", {"decode": blocks}),
         panel("prompt", step_ms, "tokens", {"one chunk": line("prompt", lambda p: 1e3 * p.step_s)}, "lines"),
     ]
 

@@ -11,6 +11,10 @@ divided by --speed-up. Prompts are random token ids (a trace's prefix ids give e
     ITL         between one chunk with tokens and the next of its request    ms
     normalized  from sending to the last token, per generated token          s/token (the PagedAttention paper's figure)
 
+--profile asks what the service itself counts: the worker's seconds by phase, and, where it runs on this machine, the
+CPU time of the controller's process (all that it does: HTTP, text, core, wire) by token, by step, and as a share of
+the time that a step takes. That share is what it costs a worker on the same cores.
+
 numpy does the percentiles. The clocks are this process's: give it a core of its own, or its work is in the figures.
 """
 
@@ -24,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import numpy as np
@@ -32,11 +37,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.process_memory import cpu_s, tree_that_listens
 from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked, TraceError, read_trace
 
 PERCENTILES = (50, 90, 95, 99)
 FIRST_ID = 16  # of random prompts: clear of the special ids that most vocabularies begin with
 WORKER_SECONDS = "kilburn_worker_seconds_total"  # by phase: idle, apply, forward, sample
+STEPS = "kilburn_steps_total"
 
 
 @dataclass(slots=True)
@@ -190,22 +197,48 @@ async def open_loop(times_s: Sequence[float], one: Callable[[int], Awaitable[Non
     await asyncio.gather(*(later(index, at_s) for index, at_s in enumerate(times_s)))
 
 
-async def worker_seconds(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Where the worker's seconds went so far, by phase, summed over workers; from /metrics."""
+@dataclass(frozen=True)
+class Spending:
+    """What the service has spent so far."""
+
+    phases_s: dict[str, float]  # where the worker's seconds went, summed over workers
+    num_steps: int = 0
+    controller_s: float = 0.0  # CPU time of the process that listens; 0: it is not on this machine
+
+    def since(self, before: "Spending") -> "Spending":
+        phases_s = {phase: seconds - before.phases_s.get(phase, 0.0) for phase, seconds in self.phases_s.items()}
+        return Spending(phases_s, self.num_steps - before.num_steps, self.controller_s - before.controller_s)
+
+
+NOTHING = Spending({})
+
+
+async def spending(session: aiohttp.ClientSession, url: str) -> Spending:
+    """By /metrics, and by the clock of the controller's process."""
     async with session.get(f"{url}/metrics") as response:
         text = await response.text()
-    found: dict[str, float] = {}
+    phases_s: dict[str, float] = {}
+    num_steps = 0
     for line in text.splitlines():
         if line.startswith(WORKER_SECONDS + "{"):
             phase = line.partition('phase="')[2].partition('"')[0]
-            found[phase] = found.get(phase, 0.0) + float(line.rsplit(" ", 1)[1])
-    return found
+            phases_s[phase] = phases_s.get(phase, 0.0) + float(line.rsplit(" ", 1)[1])
+        elif line.startswith((STEPS + "{", STEPS + " ")):
+            num_steps += int(float(line.rsplit(" ", 1)[1]))
+    return Spending(phases_s, num_steps, controller_cpu_s(url))
+
+
+def controller_cpu_s(url: str) -> float:
+    address = urlsplit(url)
+    if address.hostname not in ("127.0.0.1", "localhost", "::1"):
+        return 0.0
+    return cpu_s(tree_that_listens(address.port or 80)[0])
 
 
 async def measure(
     options: argparse.Namespace, console: Console, asked: Sequence[Asked] = ()
-) -> tuple[list[Answer], float, dict[str, float]]:
-    """Answers in the order of what was asked (of `options`, if nothing is given), seconds, the worker's by phase."""
+) -> tuple[list[Answer], float, Spending]:
+    """Answers in the order of what was asked (of `options`, if nothing is given), seconds, what the service spent."""
     dice = random.Random(options.seed)
     asked = asked or chosen(options, dice)
     answers = [Answer(0.0) for _ in asked]
@@ -216,7 +249,7 @@ async def measure(
     ) as session:
         if not options.model:
             options.model = await only_model(session, options.url)
-        before = await worker_seconds(session, options.url) if options.profile else {}
+        before = await spending(session, options.url) if options.profile else NOTHING
         with Progress(*columns, console=console) as progress:
             bar = progress.add_task("", total=len(asked))
 
@@ -230,8 +263,8 @@ async def measure(
             else:
                 await open_loop(starts(asked, options, dice), one)
             wall_s = time.perf_counter() - begun
-        after = await worker_seconds(session, options.url) if options.profile else {}
-    return answers, wall_s, {phase: after[phase] - before.get(phase, 0.0) for phase in after}
+        after = await spending(session, options.url) if options.profile else NOTHING
+    return answers, wall_s, after.since(before)
 
 
 async def only_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -250,7 +283,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return found | {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} | {"max": float(np.max(values))}
 
 
-def report(answers: Sequence[Answer], wall_s: float, phases_s: dict[str, float]) -> dict[str, Any]:
+def report(answers: Sequence[Answer], wall_s: float, spent: Spending = NOTHING) -> dict[str, Any]:
     good = [answer for answer in answers if not answer.fault]
     num_prompt, num_output = sum(a.num_prompt for a in good), sum(a.num_output for a in good)
     made: dict[str, Any] = {
@@ -267,11 +300,17 @@ def report(answers: Sequence[Answer], wall_s: float, phases_s: dict[str, float])
         "itl_ms": spread([1e3 * gap for a in good for gap in a.gaps_s]),
         "normalized_s": spread([(a.last_s - a.sent_s) / max(a.num_output, 1) for a in good]),
     }
-    if phases_s:
-        busy_s = sum(seconds for phase, seconds in phases_s.items() if phase != "idle")
-        idle_s = phases_s.get("idle", 0.0)
-        made["worker_s"] = phases_s
-        made["worker_idle_share"] = idle_s / (busy_s + idle_s) if busy_s + idle_s else 0.0
+    if spent.phases_s:
+        all_s, idle_s = sum(spent.phases_s.values()), spent.phases_s.get("idle", 0.0)
+        made["worker_s"] = spent.phases_s
+        made["worker_idle_share"] = idle_s / all_s if all_s else 0.0
+        if spent.controller_s and all_s > idle_s and spent.num_steps and num_output:
+            made["controller"] = {
+                "us_per_token": 1e6 * spent.controller_s / num_output,
+                "us_per_step": 1e6 * spent.controller_s / spent.num_steps,
+                "step_ms": 1e3 * (all_s - idle_s) / spent.num_steps,
+                "share_of_step": spent.controller_s / (all_s - idle_s),
+            }
     return made
 
 
@@ -288,6 +327,12 @@ def show(made: dict[str, Any], console: Console) -> None:
     if "worker_s" in made:
         phases = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in made["worker_s"].items())
         console.print(f"worker: {phases}; idle between steps {100 * made['worker_idle_share']:.1f} % of its time")
+    if "controller" in made:
+        told = made["controller"]
+        console.print(
+            f"controller: {told['us_per_token']:.0f} us of CPU a token, {told['us_per_step']:.0f} us a step of "
+            f"{told['step_ms']:.1f} ms: {100 * told['share_of_step']:.1f} %"
+        )
     for fault in made["faults"]:
         console.print(f"failed: {fault}", markup=False)
 
@@ -312,7 +357,9 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until a request counts as failed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="also where the worker's seconds went, from /metrics")
+    parser.add_argument(
+        "--profile", action="store_true", help="also what the service spent: the worker's seconds, the controller's CPU"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     options = parser.parse_args(words)
     options.url = options.url.rstrip("/")

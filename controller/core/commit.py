@@ -35,26 +35,26 @@ class Commit:
             raise Disagreement("a token beyond the vocabulary")
         self._learn(flight, result, effects)
         self._lose(result.lost, effects)
-        for i in result.failed:
-            self._memory.distrust(flight.sequences[i].chain)
         logprobs = {entry.index: entry for entry in result.logprobs}
         scores = {entry.index: entry for entry in result.prompt_logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
         is_quiet = not unwell and not logprobs  # tokens are all that it tells
-        tokens, at = result.tokens, 0
+        tokens, at, failed, size = result.tokens, 0, result.failed, self._block_size
         rows = zip(flight.sequences, flight.epochs, flight.counts, result.num_tokens, strict=True)
         for i, (sequence, epoch, count, num_drawn) in enumerate(rows):
             first, at = at, at + num_drawn
+            if failed and i in failed:
+                self._memory.distrust(sequence.chain)
             if sequence.epoch != epoch:
                 continue  # of a life that is over
             if sequence.is_steady and is_quiet and num_drawn == 1:  # most rows of most steps
                 computed = sequence.num_computed = sequence.num_computed + 1
-                if computed % self._block_size == 0:
+                if computed % size == 0:
                     self._publish(sequence, computed - 1)
                 self._append(sequence, tokens[first], (), effects)
                 continue
             if i in unwell:
-                self._unwell(sequence, result.failed.get(i), effects)
+                self._unwell(sequence, failed.get(i), effects)
                 continue
             if count > 1 or sequence.num_computed < sequence.num_prompt:
                 self._tell_chunk(sequence, count, flight.sent_at, effects)

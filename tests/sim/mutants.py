@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "a failed row's names are kept",
         (
-            ("commit.py", "self._memory.distrust(flight.sequences[i].chain)", "pass"),
+            ("commit.py", "self._memory.distrust(sequence.chain)", "pass"),
             ("commit.py", "self._memory.distrust(member.chain)", "pass"),
         ),
     ),
