@@ -69,7 +69,7 @@ def step(made: list[dict[str, Any]]) -> str:
     found = [Spent(**one) for one in made]
     picture(found, KEPT / "step.svg")
     rows = [
-        [str(s.num_rows), f"{1e3 * s.mean_s:.1f}", *(f"{1e3 * s.parts_s[part]:.2f}" for part in PARTS),
+        [str(s.num_rows), f"{1e3 * s.step_s:.1f}", *(f"{1e3 * s.parts_s[part]:.2f}" for part in PARTS),
          f"{100 * outside(s):.1f} %"]
         for s in found
     ]  # fmt: skip

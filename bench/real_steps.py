@@ -11,6 +11,7 @@ costs a step what any KV does.
 Seconds are exclusive: a product inside of sampling is a product. The clocks take about half a microsecond a call.
 """
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -204,34 +205,34 @@ class Load:
         return perf_counter() - began
 
     def steps(self, count: int, num_warm: int = 3) -> "Spent":
-        """The median step, and what the parts took on average."""
+        """Medians over so many steps that decode."""
         for _ in range(num_warm):
             self.step()
-        self.clock.seconds.clear()
-        taken = sorted(self.step() for _ in range(count))
-        parts = {name: self.clock.seconds.get(name, 0.0) / count for name in PARTS}
-        return Spent(self._num_rows, taken[len(taken) // 2], sum(taken) / count, parts)
+        return self._medians([self._clocked() for _ in range(count)])
 
     def prompts(self, num_tokens: int, count: int) -> "Spent":
-        """Prompts one after the other, each in one step that also draws its only token."""
-        taken = []
-        for number in range(count + 1):
-            if number == 1:
-                self.clock.seconds.clear()  # the first was to warm up
+        """Prompts one after the other, each in one step that also draws its only token; medians."""
+        steps = []
+        for _ in range(1 + count):  # the first is to warm up
             self.begin([num_tokens], num_outputs=1)
-            taken.append(self.step())
-        taken = sorted(taken[1:])
-        parts = {name: self.clock.seconds.get(name, 0.0) / count for name in PARTS}
-        return Spent(1, taken[len(taken) // 2], sum(taken) / count, parts)
+            steps.append(self._clocked())
+        return self._medians(steps[1:])
+
+    def _clocked(self) -> tuple[float, dict[str, float]]:
+        self.clock.seconds.clear()
+        return self.step(), dict(self.clock.seconds)
+
+    def _medians(self, steps: list[tuple[float, dict[str, float]]]) -> "Spent":
+        parts_s = {name: statistics.median(parts.get(name, 0.0) for _, parts in steps) for name in PARTS}
+        return Spent(self._num_rows, statistics.median(step_s for step_s, _ in steps), parts_s)
 
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a step."""
+    """Seconds of a step, and of its parts: each a median, so that they need not add up to the last microsecond."""
 
     num_rows: int
-    median_s: float
-    mean_s: float
+    step_s: float
     parts_s: dict[str, float]
 
 

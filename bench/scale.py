@@ -83,7 +83,7 @@ def power_of(xs: list[int], seconds: list[float]) -> float:
 
 
 def point_of(x: int, spent: Spent) -> Point:
-    return Point(x, spent.median_s, spent.parts_s[CONTROLLER] + spent.parts_s[WIRE])
+    return Point(x, spent.step_s, spent.parts_s[CONTROLLER] + spent.parts_s[WIRE])
 
 
 def measured(machine: Machine, given: argparse.Namespace, console: Console) -> dict[str, list[Point]]:
