@@ -2,6 +2,7 @@
 
     make evidence DATA=folder
     python bench/paper.py --data folder [--only 12,13,real] [--jobs 2] [--share 0.2]
+    python bench/paper.py                       the document again, from the figures that are there
 
 Every figure is a JSON file in docs/evidence/ that says what was run, on which data and machine, and when; EVIDENCE.md
 is put together from those that are there, so that one may be run again by itself. `--data` is a folder that holds, at
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,12 +27,18 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from bench.paper_blocks import BLOCKS
 from bench.paper_data import Data
-from bench.paper_figures import FIGURES, Figure
+from bench.paper_figures import FIGURES
 from bench.paper_plots import draw
+from bench.paper_shape import Figure
+from bench.paper_sharing import SHARING
 from kilburn.controller.simulate.devices import DEVICES, Reach
 from kilburn.controller.simulate.traces import TraceError
 
+# Of the document: the paper's, the real system, recorded traffic, what the paper left open.
+ORDER = ("2", "12", "13", "14", "15", "16", "17", "18", "19", "real", "calibration")
+ORDER += ("azure", "prefixes", "tier", "blocks", "links", "fair")
 ROOT = Path(__file__).parents[1]
 HEAD = """# The evidence
 
@@ -47,9 +55,9 @@ None of it was fitted to the paper. The baselines are gates before the same engi
 request waits until its reservation is there, placed by a buddy allocator; FasterTransformer-like is a batch at a time,
 with the reservations of Orca (Max). Scheduler, machine and load are the same for all.
 
-Lengths are of the public samples named below, of which ShareGPT's mean is 175 in and 347 out (the paper's: 161, 338)
-and Alpaca's 20 and 69 (19, 58), counted as one token for four characters. Where a number is more than 15 % off the
-paper's, the notes below its table say why.
+Lengths are of public samples, counted in tokens by the vocabularies of the paper's models; setups say their means (the
+paper's: 161 in and 338 out for ShareGPT, 19 and 58 for Alpaca). Where a number is more than 15 % off the paper's, the
+notes below its table say why.
 """
 
 
@@ -67,7 +75,8 @@ def every() -> dict[str, Any]:
     from bench.paper_real import REAL
     from bench.paper_traces import TRACES
 
-    return FIGURES | TRACES | REAL
+    found = FIGURES | SHARING | BLOCKS | TRACES | REAL
+    return {name: found[name] for name in ORDER if name in found} | found
 
 
 def make(name: str, function: Any, data: Data, folder: Path, command: str) -> None:
@@ -79,6 +88,8 @@ def make(name: str, function: Any, data: Data, folder: Path, command: str) -> No
     ) as progress:  # fmt: skip
         task = progress.add_task("", total=None)
         figure: Figure = function(data, lambda num_done: progress.advance(task, num_done))
+    for panel in figure.panels:
+        panel.lines = {line: (rounded(xs), rounded(ys)) for line, (xs, ys) in panel.lines.items()}
     draw([asdict(panel) for panel in figure.panels], folder / f"{figure.name}.svg")
     made = asdict(figure) | {
         "command": command,
@@ -86,7 +97,15 @@ def make(name: str, function: Any, data: Data, folder: Path, command: str) -> No
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "seconds": round(perf_counter() - begun, 1),
     }
-    (folder / f"{figure.name}.json").write_text(json.dumps(made, indent=1) + "\n")
+    text = json.dumps(made, indent=1)
+    numbers = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")  # a list of them on one line
+    text = numbers.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    (folder / f"{figure.name}.json").write_text(text + "\n")
+
+
+def rounded(values: Sequence[float]) -> list[float]:
+    """To what a drawing can show, so that files are small."""
+    return [float(f"{value:.4g}") for value in values]
 
 
 def document(folder: Path, order: Sequence[str]) -> str:

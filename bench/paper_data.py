@@ -5,20 +5,33 @@ No file is in this repository. A figure whose files are not in the folder is lef
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kilburn.controller.simulate.demand import PLAIN, Decoding, cut, poisson
-from kilburn.controller.simulate.devices import DEVICES, Reach
+from bench.paper_lengths import (
+    LLAMA,
+    OPT,
+    by_characters,
+    chats,
+    conversations,
+    counter,
+    first_turns,
+    instructions,
+    sessions,
+    translations,
+)
+from kilburn.controller.simulate.demand import PLAIN, Decoding, cut, poisson, replayed
+from kilburn.controller.simulate.devices import DEVICES, Device, Reach
 from kilburn.controller.simulate.outcome import Outcome, outcome_of
-from kilburn.controller.simulate.roofline import Roofline, known_shape
+from kilburn.controller.simulate.roofline import Load, Machine, Roofline, known_shape
 from kilburn.controller.simulate.sizing import Run, Setup, Watch, run_all
-from kilburn.controller.simulate.traces import CHARACTERS_PER_TOKEN, Asked, TraceError, read_json, read_trace
+from kilburn.controller.simulate.traces import Asked, TraceError, read_trace
 from kilburn.shared.ledger import layout_for
 
 SHAREGPT = "sharegpt_sample.jsonl.gz"
 ALPACA = "alpaca_5000.json.gz"
-PAIRS = "newstest2016-ende-subset.tsv"
+SENTENCES, PAIRS = "newstest2016-en-origin.en", "newstest2016-ende-subset.tsv"
 AZURE = {
     "Azure conversation": "AzureLLMInferenceTrace_conv.csv.gz",
     "Azure code": "AzureLLMInferenceTrace_code.csv.gz",
@@ -35,6 +48,7 @@ POLICIES = {
     "orca-max": "Orca (Max)",
     "batch": "FasterTransformer-like",
 }
+ORCAS = ("orca-oracle", "orca-pow2", "orca-max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +67,31 @@ class Data:
         return found[0]
 
     def lengths(self, name: str, max_len: int = 2048) -> list[Asked]:
-        """Each request of a file, without its text and cut to the model."""
-        return [replace(cut(asked, max_len), text="") for asked in read_trace(self.path(name))]
+        """The first question and answer of each conversation, or each instruction; cut to the model. TraceError."""
+        return [cut(asked, max_len) for asked in _counted(name, self.path(name), self.path(OPT))]
+
+    def guessed(self, name: str, max_len: int = 2048) -> list[Asked]:
+        """The same by characters: what a trace without a tokenizer would say. Raises TraceError."""
+        return [cut(asked, max_len) for asked in _counted(name, self.path(name), None)]
 
     def chats(self, most: int = 1024) -> list[Asked]:
-        """One request for each answer of a conversation: all before it, of which the last tokens, and the answer."""
-        found = []
-        for _, entry in read_json(self.path(SHAREGPT)):
-            before = 0
-            for turn in entry["conversations"]:
-                tokens = max(len(turn["value"]) // CHARACTERS_PER_TOKEN, 1)
-                if turn["from"] == "gpt" and before:
-                    found.append(Asked(None, min(before, most), min(tokens, most)))
-                before += tokens
-        return found
+        """One request for each answer of a conversation. Raises TraceError."""
+        return list(chats(self.path(SHAREGPT), counter(self.path(OPT)), most))
 
-    def translations(self, num_examples: int) -> tuple[int, list[Asked]]:
-        """Tokens of the shared beginning (a task and examples), and (sentence, translation) of each request."""
-        lines = self.path(PAIRS).read_text(encoding="utf-8").splitlines()
-        rows = [row for line in lines if len(row := line.split("\t")) >= 6]
-        size = [(len(row[2]) // CHARACTERS_PER_TOKEN + 8, len(row[5]) // CHARACTERS_PER_TOKEN + 1) for row in rows]
-        # 80 and 341 tokens in the paper, with 1 and 5 examples of its own; the prefix here is as long as the paper's.
-        return {1: 80, 5: 341}[num_examples], [Asked(None, prompt, output) for prompt, output in size]
+    def sessions(self, rate: float, seconds: float, pause_s: float, max_len: int) -> list[Asked]:
+        """Conversations that begin at random, each question with all that was said before. Raises TraceError."""
+        talks = list(conversations(self.path(SHAREGPT)))
+        return sessions(talks, counter(self.path(LLAMA)), rate, seconds, pause_s, max_len)
+
+    def translations(self) -> list[Asked]:
+        """Raises TraceError."""
+        return list(translations(self.path(SENTENCES), self.path(PAIRS), counter(self.path(LLAMA))))
+
+
+@lru_cache(maxsize=8)
+def _counted(name: str, path: Path, vocabulary: Path | None) -> tuple[Asked, ...]:
+    read = first_turns if name == SHAREGPT else instructions
+    return tuple(read(path, by_characters if vocabulary is None else counter(vocabulary)))
 
 
 # --- Table 1 of the paper
@@ -86,21 +103,42 @@ TABLE_1 = {  # model: (device, ranks, slots of KV)
     "llama-2-13b": ("a100-40gb", 1, 15_700),  # as large as LLaMA-13B, of which the paper's section 6.4 speaks
 }
 
+REACH = Reach()
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A machine on which prompts and decodes are never in one step: each has its own, one after the other."""
+
+    machine: Machine
+
+    def seconds(self, load: Load) -> tuple[float, float]:
+        if not load.num_chunks or not load.num_rows:
+            return self.machine.seconds(load)
+        rows = replace(
+            load, num_chunks=0, num_chunk_tokens=0, num_pairs=0, num_chunk_cells=0, num_sampled=load.num_rows
+        )
+        chunks = replace(load, num_rows=0, num_cells=0, num_moved=0, num_copied=0, num_sampled=load.num_chunks)
+        moves_s, rows_s = self.machine.seconds(rows)
+        return moves_s, rows_s + self.machine.seconds(chunks)[1]
+
 
 def setup_of(
     model: str,
     policy: str = "paged",
     block_size: int = 16,
     decoding: Decoding = PLAIN,
+    reach: Reach = REACH,
+    device: Device | None = None,
     **changed: Any,
 ) -> Setup:
     """A row of Table 1. `changed`: fields of Setup."""
-    device, ranks, num_slots = TABLE_1[model]
+    name, ranks, num_slots = TABLE_1[model]
     shape = known_shape(model, "float16", ranks)
     if shape is None:
         raise SystemExit(f"{model} is not split by {ranks}")
     layout = layout_for(shape, block_size, "float16")
-    machine = Roofline(DEVICES[device], Reach(), shape, layout, "float16", ranks)
+    machine = Roofline(device or DEVICES[name], reach, shape, layout, "float16", ranks)
     made = Setup(
         layout,
         machine,
@@ -114,15 +152,25 @@ def setup_of(
     return replace(made, **changed)
 
 
-def served(model: str, device: str, block_size: int = 16, num_slots: int = 400_000, **changed: Any) -> Setup:
+MODEL, GPU = "llama-3.1-8b", "h100-80gb"
+MODEL_OF_TODAY = "Llama-3.1-8B on one H100-80GB"
+
+
+def served(block_size: int = 16, num_slots: int = 400_000, device: Device = DEVICES[GPU], **changed: Any) -> Setup:
     """A model of today on one device, as `kilburn serve` would run it. `changed`: fields of Setup."""
-    shape = known_shape(model, "bfloat16", 1)
+    shape = known_shape(MODEL, "bfloat16", 1)
     if shape is None:
-        raise SystemExit(f"{model} is not in the table of models")
+        raise SystemExit(f"{MODEL} is not in the table of models")
     layout = layout_for(shape, block_size, "bfloat16")
-    machine = Roofline(DEVICES[device], Reach(), shape, layout, "bfloat16", 1)
+    machine = Roofline(device, REACH, shape, layout, "bfloat16", 1)
     made = Setup(layout, machine, num_slots // block_size, max_rows=256, max_step_tokens=8192, max_len=32_768)
     return replace(made, **changed)
+
+
+def replay(data: Data, name: str, speed: float, minutes: float, max_len: int = 32_768) -> list[Asked]:
+    """The first minutes of a trace, as fast as that; cut to what is served. Raises TraceError."""
+    seconds = minutes * 60 * data.share
+    return [cut(asked, max_len) for asked in replayed(read_trace(data.path(name)), speed, seconds * speed)]
 
 
 def outcomes(data: Data, runs: Sequence[Run], tell: Any) -> list[Outcome]:

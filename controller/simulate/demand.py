@@ -1,8 +1,9 @@
 """From lengths to requests: when they come, and of which tokens their prompts are.
 
 Tokens mean nothing here, save that equal beginnings are equal: a trace's prefix blocks become runs of one token each,
-what all requests have in common another, and the rest of a prompt a token of its own. A trace without times is a
-distribution to draw from; one with times is replayed, faster or slower.
+what all requests have in common another, and the rest of a prompt a token of its own. Of a conversation, questions are
+of its token, and answers of the one that the worker draws, so that what was generated is found again. A trace without
+times is a distribution to draw from; one with times is replayed, faster or slower.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,13 +12,14 @@ from random import Random
 
 from kilburn.controller.core.events import BeamSettings, Submit
 from kilburn.controller.simulate.cluster import Timed
-from kilburn.controller.simulate.quick import FIRST_ID
+from kilburn.controller.simulate.quick import FIRST_ID, TOKEN
 from kilburn.controller.simulate.traces import MOONCAKE_BLOCK, Asked
 from kilburn.shared.sampling import Sampling
 
 _COMMON = FIRST_ID
 _FIRST_PREFIX = _COMMON + 1
 _FIRST_OWN = 1 << 30
+_FIRST_CONVERSATION = 1 << 29
 
 
 def poisson(lengths: Sequence[Asked], rate: float, seconds: float, seed: int) -> list[Asked]:
@@ -101,20 +103,26 @@ def _prompt(asked: Asked, number: int) -> list[int]:
     prompt: list[int] = []
     for block in asked.prefix_blocks:
         prompt += [_FIRST_PREFIX + block] * MOONCAKE_BLOCK
-    return (prompt + [_FIRST_OWN + number] * max(asked.num_prompt - len(prompt), 0))[: asked.num_prompt]
+    own = _FIRST_CONVERSATION + asked.conversation if asked.conversation else _FIRST_OWN + number
+    for turn, num_tokens in enumerate(asked.before):
+        prompt += [TOKEN if turn % 2 else own] * num_tokens
+    return (prompt + [own] * max(asked.num_prompt - len(prompt), 0))[: asked.num_prompt]
 
 
 def best_hit_share(asked: Sequence[Asked], block_size: int, decoding: Decoding = PLAIN) -> float:
-    """Of the prompt tokens, those that a cache without end would have found: full blocks that an earlier prompt had.
+    """Of the prompt tokens, those that a cache without end would have found: full blocks that an earlier request had.
 
-    As the engine counts: whole blocks, never the newest token, and every prompt known as soon as it has come.
+    As the engine counts: whole blocks, never the newest token. Every request, its answer included, is known as soon as
+    it has come.
     """
     known, num_hit, total = set[int](), 0, 0
     for timed in submits(asked, decoding):
         prompt, chain, is_hit = timed.submit.prompt, 0, True
         total += len(prompt)
-        for end in range(block_size, len(prompt) + 1, block_size):
-            chain = hash((chain, tuple(prompt[end - block_size : end])))
+        # Of the last token drawn there is no KV.
+        said = [*prompt, *[TOKEN] * (timed.submit.max_tokens - 1)]
+        for end in range(block_size, len(said) + 1, block_size):
+            chain = hash((chain, tuple(said[end - block_size : end])))
             is_hit = is_hit and chain in known and end < len(prompt)
             num_hit += block_size * is_hit
             known.add(chain)

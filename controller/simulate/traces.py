@@ -42,6 +42,10 @@ class Asked:
     num_output: int
     text: str = ""  # the prompt itself, where the trace has it
     prefix_blocks: tuple[int, ...] = ()  # equal leading ids: an equal prefix, of MOONCAKE_BLOCK tokens each
+    conversation: int = 0  # whose next question this is, where `before` is not empty
+    before: tuple[
+        int, ...
+    ] = ()  # tokens of what was said in it, asked and answered in turn: with these the prompt begins
 
 
 def read_trace(path: Path) -> list[Asked]:
