@@ -10,7 +10,7 @@ restores the stranger's text, letter by letter. `text.py` encodes the two kinds 
 To continue the last message, its text is put between two secret marks, and the prompt is what stands before the
 second: no template's trimming and no end-of-turn marker can get between.
 
-A template is code and may loop: rendering checks a clock at every call, attribute and piece of output.
+A template is code and may loop: rendering checks a clock at every turn of a loop, call, attribute and piece of output.
 What this file does not know: token ids, HTTP, threads.
 """
 
@@ -18,7 +18,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, Any]
+_TIMED = "each of, in time"  # no name that a template could say
 
 
 class TemplateRefused(Exception):
@@ -112,11 +113,23 @@ class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with a clock. One rendering at a time."""
 
     intercepted_binops = frozenset({"*", "**"})
+    clock: Callable[[], float] = staticmethod(time.monotonic)
     deadline = float("inf")
 
     def check_clock(self) -> None:
-        if time.monotonic() > self.deadline:
+        if self.clock() > self.deadline:
             raise TemplateRefused("the chat template took too long; send fewer or shorter messages")
+
+    def timed(self, items: Iterable[Any]) -> Iterator[Any]:
+        """What every loop of a template goes over: a loop without a body does nothing else that could be checked."""
+        for item in items:
+            self.check_clock()
+            yield item
+
+    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:  # jinja's hook
+        for loop in source.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, _TIMED, [], [], None, None)
+        return super()._generate(source, *args, **kwargs)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # jinja's own signature
         self.check_clock()
@@ -162,11 +175,18 @@ def _tojson(
 class ChatTemplate:
     """One model's chat template. `variables` are its named tokens (bos_token, eos_token ...)."""
 
-    def __init__(self, source: str, variables: Mapping[str, str], literals: Sequence[str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        literals: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
-        self._environment.filters["tojson"] = _tojson
+        self._environment.clock = clock
+        self._environment.filters |= {"tojson": _tojson, _TIMED: self._environment.timed}
         self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._template = self._environment.from_string(source)
         self._variables = dict(variables)
@@ -201,7 +221,7 @@ class ChatTemplate:
         return Rendered(text, shield)
 
     def _run(self, values: dict[str, Any], limit_s: float, limit_chars: int) -> str:
-        self._environment.deadline = time.monotonic() + limit_s
+        self._environment.deadline = self._environment.clock() + limit_s
         try:
             return self._collect(self._template.generate(values), limit_chars)
         except TemplateRefused:

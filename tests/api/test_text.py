@@ -1,9 +1,9 @@
 """Prompts as ids: who wrote a control token decides what it is."""
 
 import asyncio
+import itertools
 import json
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -125,35 +125,71 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}"
         ("{{ 'a' * 99999999 }}", "too often"),
         ("{{ 9 ** 99999 }}", "too high"),
         ("{{ messages[0].content + 1 }}", "cannot render"),
-        (LOOPS + "{% set x = messages[0].content %}{% endfor %}{% endfor %}", "too long"),
         (LOOPS + "x{% endfor %}{% endfor %}", "exceeds"),
     ],
 )
 def test_templates_are_kept_within_bounds(source: str, complaint: str) -> None:
     with pytest.raises(TemplateRefused, match=complaint):
-        ChatTemplate(source, {}, ()).render([user("a")], limit_s=0.2, limit_chars=20_000)
+        ChatTemplate(source, {}, ()).render([user("a")], limit_chars=20_000)
 
 
-def test_the_loop_turns_while_text_is_encoded_and_rendered() -> None:
-    """Encoding runs in another thread, and lets go of the lock: a ticker on the loop goes on meanwhile."""
-    text = byte_level()
-    long = "hello world it is leading " * 40_000
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{% set x = 1 %}",
+        "{{ messages[0].content }}",
+        "{% for k in messages[0] %}{% endfor %}",
+        "{% for letter in messages[0].content if letter == 'b' %}{% endfor %}",
+        "{% if strftime_now('%Y') == i %}{% endif %}",
+    ],
+)
+def test_no_template_goes_on_beyond_its_time_whatever_it_does(body: str) -> None:
+    """The clock goes on by one whenever it is asked, so time is a count; each of these would take ten thousand million
+    turns."""
+    asked = itertools.count()
+    template = ChatTemplate(f"{LOOPS}{body}{{% endfor %}}{{% endfor %}}", {}, (), clock=lambda: float(next(asked)))
+    with pytest.raises(TemplateRefused, match="took too long"):
+        template.render([user("a")], limit_s=1000.0)
+    assert next(asked) == 1002, "the beginning, a thousand, and one too many"
+    with pytest.raises(TemplateRefused, match="took too long"):  # and so again
+        template.render([user("a")], limit_s=10.0)
 
-    async def both() -> tuple[int, float]:
-        ticks, started = 0, time.perf_counter()
-        task = asyncio.ensure_future(text.encode([long]))
-        while not task.done():
-            await asyncio.sleep(0.001)
-            ticks += 1
-        assert len(task.result()[0]) > 40_000
-        return ticks, time.perf_counter() - started
 
-    seen: list[str] = []
-    original = text._encode
-    text._encode = lambda *a: (seen.append(threading.current_thread().name), original(*a))[1]  # type: ignore[method-assign]
-    ticks, _ = asyncio.run(both())
-    assert ticks > 3
-    assert seen[0].startswith("kilburn-encode")
+def test_loops_are_loops_though_they_are_timed() -> None:
+    source = (
+        "{% for a in 'xyz' %}{{ loop.index }}/{{ loop.length }}{{ a }}{{ loop.previtem }}{{ ',' if not loop.last }}"
+        "{% endfor %}{% for k, v in {'p': 1}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %}"
+        "{% for a in [] %}{% else %}none{% endfor %}{% for a in nowhere %}{% endfor %}"
+        "{% for a in [1, [2]] recursive %}{{ loop(a) if a is not number else a }}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}, ()).render([user("a")]).text == "1/3x,2/3yx,3/3zyp1none12"
+
+
+@pytest.mark.parametrize("what", ["_encode", "_encode_chat"])
+def test_the_loop_turns_while_text_is_encoded_and_rendered(what: str) -> None:
+    """Both run in other threads: here they wait for the loop, which would wait for ever if they were on it."""
+    text, may_go_on = byte_level(), threading.Event()
+    original = getattr(text, what)
+
+    def held(*about: object) -> list[list[int]] | list[int]:
+        assert may_go_on.wait(30.0)
+        found: list[list[int]] | list[int] = original(*about)
+        return found
+
+    setattr(text, what, held)
+
+    async def ask() -> None:
+        work = text.encode(["hello"]) if what == "_encode" else text.encode_chat([user("hello")])
+        task = asyncio.ensure_future(work)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done()
+        may_go_on.set()
+        assert await task
+
+    asyncio.run(ask())
+    text.close()
 
 
 def test_a_folder_is_read_whole(tmp_path: Path) -> None:
