@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from kilburn.controller.api.malformed import connection_log, hide_software
+from kilburn.controller.api.malformed import connection_log, speak_for_ourselves
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.shared.keys import SettingError
 
@@ -35,7 +35,7 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
 
 
 def runner_of(app: web.Application, max_url: int, max_header: int) -> web.AppRunner:
-    hide_software()
+    speak_for_ourselves()
     return web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves frees what its request holds

@@ -1,5 +1,8 @@
 """What is said about bytes that are no HTTP request, and of clients that left: that it was so, and nothing more.
 
+Whoever sent such bytes is told in the API's own shape (OpenAI's: which address was meant is not known), and not in the
+parser's words, which quote them.
+
 aiohttp's parser quotes the line that it cannot read in its exception, and aiohttp's server logs that exception whole,
 at a level that always shows. The line may be `Authorization: Bearer KEY` with a stray byte in it, and whoever reaches
 the port can send as many as they like, without a key. So the server is given a log that keeps one line for debugging,
@@ -9,8 +12,11 @@ traceback. Such bytes reach no route, no middleware and no signal: what these hi
 
 import logging
 
-from aiohttp import web, web_response
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web, web_response, web_server
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from kilburn.controller.api.errors import ApiError, encoded
 
 SERVER_NAME = "kilburn"
 
@@ -41,6 +47,30 @@ def connection_log() -> logging.Logger:
     return log
 
 
-def hide_software() -> None:
-    """Answers that no signal goes around, as the one to a malformed request, name neither Python nor aiohttp."""
-    web_response.SERVER_SOFTWARE = SERVER_NAME  # type: ignore[attr-defined]  # aiohttp has no setting for it
+class _Connection(RequestHandler):
+    """As the server's own, but for what it says of a request that it could not read."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # logs it; raises where an answer has begun
+        said = "this is no HTTP request that can be read" if status < 500 else "internal error"
+        if isinstance(exc, LineTooLong):
+            said = "a header, or the first line with its URL, is longer than is taken here (--max-header, --max-url)"
+        error = ApiError(status, said, code="malformed_request" if status < 500 else "internal_error")
+        answer = web.Response(text=encoded(error), status=status, content_type="application/json")
+        answer.force_close()
+        return answer
+
+
+def speak_for_ourselves() -> None:
+    """What no route, middleware or signal goes around is said in our shape, and names neither Python nor aiohttp."""
+    # aiohttp has a setting for neither.
+    web_response.SERVER_SOFTWARE = SERVER_NAME  # type: ignore[attr-defined]
+    web_server.RequestHandler = _Connection  # type: ignore[attr-defined]

@@ -313,6 +313,7 @@ class CompletionRequest(Choosing):
         Whole(1, MOST_CHOICES), None, "Draws so many answers and keeps the n likeliest.", limit="max_choices"
     )
     suffix: None = knob(Unsupported(("",), "this model continues text and does not fill gaps"), None)
+    prompt_embeds: None = knob(Unsupported((), "prompts are texts or token ids"), None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,6 +67,10 @@ async def test_sizes_of_bodies_headers_and_urls(tmp_path: Path) -> None:
         assert await answered(world, "/health", {"X-Long": "x" * 2100}) == 400
         assert await answered(world, "/health?" + "x" * 900, {}) == 200
         assert await answered(world, "/health?" + "x" * 1100, {}) == 400
+        for headers, query in (({"X-Long": "x" * 2100}, ""), ({}, "?" + "x" * 1100)):
+            async with world.session.get(world.url + "/health" + query, headers=headers) as response:
+                said = (await response.json())["error"]["message"]
+                assert "--max-header" in said and "--max-url" in said  # noqa: PT018
 
 
 async def answered(world: World, path: str, headers: dict[str, str]) -> int:

@@ -1,6 +1,7 @@
 """Bytes that are no HTTP request, sent to the real server: nothing of them is kept, and it goes on."""
 
 import asyncio
+import json
 import logging
 import re
 from pathlib import Path
@@ -52,6 +53,8 @@ async def test_nothing_of_it_is_logged_and_no_software_is_named(
                 assert b"\r\nServer: kilburn\r\n" in answer
                 assert b"Python" not in answer
                 assert b"aiohttp" not in answer
+                told = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+                assert (told["type"], "header" in told["message"]) == ("invalid_request_error", "X-Long" in text)
             headers = {"Authorization": f"Bearer {KEY}"}
             async with world.session.get(world.url + "/v1/models", headers=headers) as response:
                 assert response.status == 200

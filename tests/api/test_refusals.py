@@ -6,10 +6,19 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
+from kilburn.controller.api.anthropic import CountTokensRequest, MessagesRequest
 from kilburn.controller.api.checks import read_as, read_json
 from kilburn.controller.api.errors import ApiError
-from kilburn.controller.api.schema import ChatRequest, CompletionRequest
+from kilburn.controller.api.responses import ResponsesRequest
+from kilburn.controller.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
 from tests.api.world import VOCAB, World, served, text_after
 
 COMPLETION = "/v1/completions"
@@ -84,6 +93,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     # what is understood and not offered
     ({"suffix": "x"}, "suffix"),
+    ({"prompt_embeds": "gASVKAAAAAAAAACM"}, "prompt_embeds"),
     # beams
     ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"beam_width": 0}, "beam_width"),
@@ -222,6 +232,18 @@ async def test_explicit_nulls_mean_absent_and_unknown_fields_are_ignored(tmp_pat
         nulls = dict.fromkeys(ChatRequest.__dataclass_fields__)
         status, _ = await world.post(CHAT, {**nulls, "messages": HELLO, "max_tokens": 2, "user": "me"})
         assert status == 200
+        for path, kind, given in (
+            ("/v1/responses", ResponsesRequest, {"input": "hello"}),
+            ("/v1/messages", MessagesRequest, {"messages": HELLO, "max_tokens": 2}),
+            ("/v1/messages/count_tokens", CountTokensRequest, {"messages": HELLO}),
+            ("/v1/prefixes", PrefixRequest, {"name": "p", "text": "hello"}),
+            ("/tokenize", TokenizeRequest, {"prompt": "hello"}),
+            ("/detokenize", DetokenizeRequest, {"tokens": [5]}),
+        ):
+            status, told = await world.post(path, {**dict.fromkeys(kind.__dataclass_fields__), **given})
+            assert status in (200, 201), (path, told)
+        async with world.session.delete(world.url + "/v1/prefixes/p") as response:
+            assert response.status == 200
 
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
@@ -237,9 +259,10 @@ async def test_a_model_of_another_name(tmp_path: Path, path: str) -> None:
 
 async def test_addresses_methods_and_sizes(tmp_path: Path) -> None:
     async with served(tmp_path, settings={"max_body": 4096}) as world:
-        async with world.session.get(world.url + "/v1/../etc/passwd") as response:
-            assert response.status == 404
-            well_formed(await response.json())
+        for path in ("/v1/../etc/passwd", "/map/..%2f..%2fapp.py", "/map/%2e%2e/routes.py", "/map/routes.py"):
+            async with world.session.get(URL(world.url + path, encoded=True)) as response:
+                assert response.status == 404, "the files that there are were named at the start"
+                well_formed(await response.json())
         async with world.session.get(world.url + COMPLETION) as response:
             assert response.status == 405
             assert "POST" in response.headers["Allow"]
