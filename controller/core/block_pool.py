@@ -185,23 +185,22 @@ class BlockPool:
         """Blocks for one new owner, written by plans from `step` on. Evicts the least recently used where it must."""
         if num_blocks > self.num_available:
             raise LawBroken(f"{num_blocks} blocks taken of {self.num_available}: num_available was not asked")
-        return [self._take_one(step) for _ in range(num_blocks)]
+        taken = [self._free.popleft() for _ in range(min(num_blocks, len(self._free)))]
+        while len(taken) < num_blocks:
+            taken.append(self._evict())
+        for block in taken:
+            self._refs[block], self._taken_at[block], self._born_s[block] = 1, step, self.now
+        self._was_shared.difference_update(taken)
+        self._num_owned += num_blocks
+        self._num_refs += num_blocks
+        return taken
 
-    def _take_one(self, step: int) -> int:
-        if self._free:
-            block = self._free.popleft()
-        else:
-            block, idle_since_s = self._cached.popitem(last=False)
-            self._forget(block)
-            self.num_evictions += 1
-            self.lifetimes_s.observe(self.now - self._born_s[block])
-            self.idle_s.observe(self.now - idle_since_s)
-        self._refs[block] = 1
-        self._taken_at[block] = step
-        self._born_s[block] = self.now
-        self._was_shared.discard(block)
-        self._num_owned += 1
-        self._num_refs += 1
+    def _evict(self) -> int:
+        block, idle_since_s = self._cached.popitem(last=False)
+        self._forget(block)
+        self.num_evictions += 1
+        self.lifetimes_s.observe(self.now - self._born_s[block])
+        self.idle_s.observe(self.now - idle_since_s)
         return block
 
     def share(self, block: int) -> None:

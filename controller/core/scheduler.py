@@ -140,6 +140,8 @@ class Scheduler:
 
     def plan(self, now: float, effects: list[Effect]) -> StepPlan | None:
         """The next step, or None where nothing can be planned now."""
+        if not self.line.running and not len(self.line.waiting):
+            return None
         if self.probe is not None and not (is_suspect(self.probe) and self.probe in self.line.running):
             self.probe = None
         if self.probe is None and self.line.waiting.suspect is not None:

@@ -117,6 +117,9 @@ class Cluster:
             worker.under.ready_s.popleft()
             if self.now >= self._next_sample_s:
                 self._sample()
+            home = None if self._steps_each else self.engine.home(worker.peer)
+            if home is not None and home.scheduler.flights:
+                stretches.land_steady(home.scheduler, self.now, self.record)
             self._turn([Arrived(worker.peer, worker.under.results.popleft())])
         if self.gate.num_held:  # nobody is left who could make room
             raise LawBroken(f"{self.gate.num_held} requests were never let in")

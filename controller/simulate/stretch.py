@@ -23,6 +23,8 @@ from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Load, Machine
 from kilburn.shared.messages import StepPlan, StepResult, Timings
 
+OVER = -1  # the epoch of no life
+
 
 @dataclass(slots=True)
 class Under:
@@ -96,6 +98,29 @@ def go(home: Home, peer: bytes, machine: Machine, under: Under, until_s: float, 
     home.lease.heard(peer, times[-1])
     record.emitted_together(Counter([sequence.group.request_id for sequence in sequences]), times)
     return Stretch(len(times), len(sequences))
+
+
+def land_steady(scheduler: Scheduler, now: float, record: Record) -> None:
+    """Commit what of the oldest flight can come to nothing but one token more, before the engine takes the rest.
+
+    To the engine these rows are of lives that are over. Whoever fills a block, ends, or is watched is left to it.
+    """
+    flight, size, told = scheduler.flights[0], scheduler.block_size, list[int]()
+    epochs = list(flight.epochs)
+    for i, sequence in enumerate(flight.sequences):
+        computed, group = sequence.num_computed + 1, sequence.group
+        is_plain = type(group) is Group and group.num_draws == 1 and group.departure is None and not sequence.followers
+        is_decode = len(sequence.tokens) == computed > sequence.num_prompt and not sequence.stop_ids
+        if is_plain and is_decode and sequence.epoch == epochs[i] and computed % size and computed < sequence.limit:
+            sequence.num_computed = computed
+            sequence.tokens.append(TOKEN)
+            epochs[i] = OVER
+            told.append(group.request_id)
+    if told:
+        flight.epochs = epochs
+        scheduler.counters.generated_tokens += len(told)
+        for request_id in told:
+            record.emitted(request_id, now)
 
 
 def _take(
