@@ -73,12 +73,12 @@ MUTANTS = [
         "return self._refs[block] == 1 and block not in self._names",
         "return self._refs[block] == 1",
     ),
-    one("two moves into one block", "block_pool.py", "block = self._free.popleft()", "block = self._free[0]"),
+    one("two moves into one block", "block_pool.py", "[self._free.popleft() for", "[self._free[0] for"),
     one(
         "an evicted block keeps its name",
         "block_pool.py",
-        "            self._forget(block)\n            self.num_evictions += 1",
-        "            self.num_evictions += 1",
+        "        self._forget(block)\n        self.num_evictions += 1",
+        "        self.num_evictions += 1",
     ),
     one(
         "a shared block is freed by its first owner",
