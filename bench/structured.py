@@ -21,7 +21,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -78,6 +78,7 @@ def tell(title: str, rows: list[Row], by_library: dict[str, list[Tried]]) -> Non
     """A column for each library."""
     print(f"{title}: {len(rows)} schemas, {sum(len(row.wrong) for row in rows)} instances that are not valid")
     columns = {name: told(rows, found) for name, found in by_library.items()}
+    print(" " * 36 + "".join(f"{name:>24}" for name in columns))
     for line in next(iter(columns.values())):
         print(f"  {line:<34}" + "".join(f"{column[line]:>24}" for column in columns.values()))
     for name, found in by_library.items():
@@ -140,7 +141,7 @@ def sampled(rows: list[Row], number: int) -> Iterator[Row]:
     yield from (rows[int(i * step)] for i in range(min(number or len(rows), len(rows))))
 
 
-def options_of() -> argparse.Namespace:
+def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="structured", description="Structured output, measured.")
     parser.add_argument("file", type=Path, nargs="?", help="a sample of JSONSchemaBench")
     parser.add_argument("--suite", type=Path, help="a folder of JSON-Schema-Test-Suite, as draft2020-12")
@@ -154,9 +155,14 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--server", default="", help="where it is served; else the bundled model is served for it")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--frequency-penalty", type=float, default=0.0)
+    parser.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.5,
+        help="of the requests; without one a small model loops in a string",
+    )
     parser.add_argument("--schemas", type=int, default=0, help="try the door with so many")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.file is None and not options.schemas:
         parser.error("give a file of schemas, or --schemas")
     return options
@@ -183,8 +189,8 @@ def measure(title: str, rows: list[Row], options: argparse.Namespace) -> None:
     tell(title, rows, found)
 
 
-def main() -> None:
-    options = options_of()
+def main(words: Sequence[str] | None = None) -> None:
+    options = options_of(words)
     if options.schemas:
         asyncio.run(door(options.schemas))
         return

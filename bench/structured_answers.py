@@ -33,7 +33,7 @@ class Asked:
 
     max_tokens: int
     num_at_once: int
-    frequency_penalty: float = 0.0
+    frequency_penalty: float
 
 
 @contextlib.contextmanager
@@ -111,6 +111,7 @@ def tell_answers(found: Counter[str], num_schemas: int, asked: Asked) -> None:
     num_asked = sum(found.values())
     finished, taken = found["valid"] + found["invalid"], num_asked - found["refused"]
     told = ", ".join(f"{found[kind]} {kind}" for kind in ("valid", "invalid", "unfinished", "refused"))
-    print(f"{num_asked} of {num_schemas} schemas: {told}")
+    how = f"temperature 0, frequency_penalty {asked.frequency_penalty:g}"
+    print(f"{num_asked} of {num_schemas} schemas, {how}: {told}")
     print(f"finished within {asked.max_tokens} tokens: {finished / max(taken, 1):.1%} of those not refused")
     print(f"valid under jsonschema: {found['valid'] / max(finished, 1):.1%} of those finished")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import metrics, preemption, waste
+from bench import metrics, preemption, structured, waste
 from bench.core import measure
 from tests.worker.tiny_models import make_tiny
 
@@ -44,6 +44,22 @@ def test_waste_names_the_flag_to_change(words: list[str], capsys: pytest.Capture
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert words[0] in told or words[1] in told
+
+
+def test_schemas_are_told_by_what_they_admit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    tests = [{"valid": True, "data": {"a": 5}}, {"valid": False, "data": {"a": "x"}}]
+    rows = [{"name": "one", "schema": schema, "tests": tests}, {"name": "no", "schema": {"not": {}}, "tests": tests}]
+    (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    structured.main([str(tmp_path / "s.jsonl"), "--against", "nowhere"])
+    told = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "nowhere: not here",
+        "2 schemas, 2 instances that are not valid",
+        "compile 1 50.0% admit a valid instance 1 100.0% instances wrongly admitted 0 of 1",
+        'llguidance cannot 1 Unimplemented keys: ["not"]',
+    ):
+        assert words in told
 
 
 def test_preemption_prints_a_row_for_each_block_size_and_way(

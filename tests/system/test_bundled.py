@@ -1,5 +1,6 @@
 """The bundled model, as a newcomer meets it: one command, one curl line; and held to calls of functions."""
 
+import asyncio
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ import jsonschema
 import pytest
 from openai import OpenAI
 
+from bench.structured_answers import Asked, answers
 from kilburn.shared.model_files import BUNDLED_NAME
 from tests.system.serving import Service
 
@@ -92,3 +94,9 @@ def test_calls_that_are_asked_for_are_made(service: Service) -> None:
     assert ended == ("tool_calls" if calls else "stop")
     if words:
         jsonschema.validate(json.loads(words), CLOCK)
+
+
+def test_what_became_of_answers_is_counted(service: Service) -> None:
+    schemas = [("said", {"enum": ["yes", "no"]}), ("none", {"not": {}}), ("long", {"type": "string", "minLength": 99})]
+    found = asyncio.run(answers(schemas, service.address, Asked(8, num_at_once=3, frequency_penalty=0.5)))
+    assert found == {"valid": 1, "refused": 1, "unfinished": 1}
