@@ -1,4 +1,7 @@
-"""A gateway, two controllers that are processes, and the loss of one of them under streams."""
+"""A gateway, two controllers and their workers, all of them processes, and the loss of a controller under streams.
+
+Workers outlive it: they keep their weights, drop what was computed, and say Hello to the one that comes in its place.
+"""
 
 import asyncio
 import json
@@ -7,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.chaos_world import FAKE, World, running_world
+from bench.chaos import held
+from bench.chaos_world import World, running_world
+from tests.worker.tiny_models import make_tiny
 
 ASKED = {"max_tokens": 250, "temperature": 0, "ignore_eos": True}
 NUM_STREAMS = 12
@@ -50,9 +55,11 @@ async def until(streams: list[Stream], seconds: float) -> None:
 @pytest.mark.timeout(180)
 def test_the_loss_of_a_controller_ends_the_streams_that_it_held_and_no_other(tmp_path: Path) -> None:
     async def test() -> None:
-        async with running_world(FAKE, 2, tmp_path) as world:
+        model = make_tiny(tmp_path / "tiny-llama", "llama", overrides={"max_position_embeddings": 512})
+        async with running_world(str(model), 2, tmp_path) as world:
             await world.healthy(90)
             expected = await undisturbed(world)
+            lives = [worker.pid for worker in world.workers]
             streams = [Stream(i) for i in range(NUM_STREAMS)]
             running = [asyncio.create_task(stream.run(world)) for stream in streams]
             await until(streams, 30)
@@ -81,5 +88,8 @@ def test_the_loss_of_a_controller_ends_the_streams_that_it_held_and_no_other(tmp
             world.controllers[0].is_wanted = True
             await world.healthy(90)
             assert await undisturbed(world) == expected
+            assert [worker.pid for worker in world.workers] == lives, "the workers are the same, with their weights"
+            assert (tmp_path / "worker-0.log").read_text().count(" begins") >= 2, "of leases"
+            assert await held(world) == []
 
     asyncio.run(test())

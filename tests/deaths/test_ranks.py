@@ -14,14 +14,14 @@ import httpx2 as httpx
 import pytest
 
 from kilburn.shared.model_files import BUNDLED_NAME
-from tests.system.serving import TINY_FLAGS, Service
+from tests.system.serving import TINY_FLAGS, Service, is_alive
 from tests.worker.tiny_models import make_tiny
 
 ASKED: dict[str, Any] = {"prompt": "The sea and the state of the moon", "ignore_eos": True}
 GREEDY: dict[str, Any] = {**ASKED, "temperature": 0}
 DRAWN: dict[str, Any] = {**ASKED, "temperature": 0.9, "seed": 11}
 NUM_TOKENS = 200
-TWO = ("--tp=2", "--step-seconds=3", "--max-len=512")
+TWO = ("--tp=2", "--step-seconds=3", "--max-len=512", "--beat-seconds=0.2", "--silence-seconds=2")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ class Stream:
             self.begun.set()
 
     def text(self) -> str:
-        self._thread.join(60)
+        self._thread.join(90)
         assert self._failure is None, self._failure
         return "".join(self.parts)
 
@@ -130,16 +130,19 @@ def test_a_rank_that_is_killed_in_a_collective_is_not_noticed(
     assert service.owned_blocks() == 0
 
 
-def test_a_rank_that_hangs_ends_the_lease_at_the_steps_deadline(service: Service, expected: tuple[str, str]) -> None:
+def test_a_rank_that_is_stopped_is_killed_and_another_takes_its_place(
+    service: Service, expected: tuple[str, str]
+) -> None:
+    """The other one is stuck in a collective meanwhile, and either hears that the pair is broken, or ends itself."""
     ended, pids = leases_ended(service), ranks(service)
     stream = Stream(service, GREEDY, NUM_TOKENS)
     stream.begun.wait(30)
     os.kill(pids[1], signal.SIGSTOP)
-    try:
-        service.wait_for(lambda: leases_ended(service) > ended, 30)
-    finally:
-        os.kill(pids[1], signal.SIGCONT)
     assert stream.text() == expected[0]
+    assert leases_ended(service) > ended
+    assert not is_alive(pids[1])
+    assert "did not come back within 7 s (rank 1 was silent for 2 s), and was killed" in service.log
+    assert len(ranks(service)) == 2
     assert service.health() == 200
 
 

@@ -5,16 +5,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kilburn.controller.processes import Processes
 from kilburn.controller.serve import worker_settings
+from kilburn.controller.simulate.fake_daemon import fake_hello
 from kilburn.controller.supervise import Patience, Supervisor, WorkerFailed, why
 from kilburn.shared.config import ServeSettings
 from kilburn.shared.kinds import Share
 from kilburn.shared.threads import threads_for
+from tests.system.serving import TINY_FLAGS, Service, is_alive
+from tests.worker.tiny_models import make_tiny
 
 FOREVER = "import time, pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
@@ -38,14 +43,6 @@ class World:
 async def until(path: Path) -> None:
     while not path.exists():
         await asyncio.sleep(0.005)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_pauses_grow_with_short_lives_and_a_long_life_is_forgiven_everything() -> None:
@@ -97,6 +94,76 @@ def test_a_process_that_does_not_leave_is_killed(tmp_path: Path) -> None:
         assert "did not leave" in world.said[-1]
 
     asyncio.run(play())
+
+
+def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        world = World(FOREVER, str(tmp_path / "up"))
+        running = asyncio.create_task(world.supervisor.run())
+        await until(tmp_path / "up")
+        (tmp_path / "up").unlink()
+        first = world.supervisor.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        world.supervisor.kill("was silent")
+        await until(tmp_path / "up")
+        assert world.ended == [(first, "its process was silent, and was killed")]
+        await world.supervisor.stop(grace_s=10)
+        await running
+
+    asyncio.run(play())
+
+
+HELLO = fake_hello("w")
+
+
+def test_who_is_absent_is_stuck_unless_it_comes_back_or_ends() -> None:
+    async def play() -> None:
+        stuck: list[tuple[str, int, str]] = []
+        processes = Processes(patience_s=0.02)
+        all_told = asyncio.Event()
+
+        def note(name: str, pid: int, reason: str) -> None:
+            stuck.append((name, pid, reason))
+            all_told.set()
+
+        processes.on_stuck = note
+        for pid in range(1, 5):
+            processes.present(b"peer-%d" % pid, replace(HELLO, pid=pid))
+        processes.absent([b"peer-1", b"peer-2", b"peer-3", b"nobody's"], "silent for 2 s")
+        processes.present(b"peer-1-again", replace(HELLO, pid=1))
+        assert processes.ended("w", 2) == b"peer-2"
+        assert processes.ended("other", 3) is None
+        await all_told.wait()
+        await asyncio.sleep(0)
+        assert stuck == [("w", 3, "did not come back within 0.02 s (silent for 2 s)")]
+        assert processes.ended("w", 1) == b"peer-1-again"
+        processes.absent([b"peer-4"], "late")
+        processes.close()
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_is_stopped_is_replaced_and_its_stream_goes_on(tmp_path: Path) -> None:
+    """`kilburn serve` as it is: what is stopped neither ends nor speaks."""
+    flags = (*TINY_FLAGS, "--max-len=512", "--beat-seconds=0.2", "--silence-seconds=2")
+    with Service(str(make_tiny(tmp_path / "tiny-llama", "llama")), tmp_path, *flags) as service:
+
+        def asked() -> Iterator[str]:
+            extra = {"ignore_eos": True}
+            words = {"model": "tiny-llama", "prompt": "The sea", "max_tokens": 300, "temperature": 0}
+            for chunk in service.client().completions.create(stream=True, extra_body=extra, **words):
+                yield chunk.choices[0].text
+
+        expected = "".join(asked())
+        stream = asked()
+        said = next(stream)
+        [pid] = service.children()
+        os.kill(pid, signal.SIGSTOP)
+        assert said + "".join(stream) == expected
+        assert not is_alive(pid)
+        assert len(service.children()) == 1
+        assert "did not come back within 7 s (silent for 2 s), and was killed" in service.log
 
 
 def test_a_storm_of_deaths_ends_with_the_last_reason() -> None:
