@@ -5,6 +5,7 @@ and compared with one rank that has room for everything, by the rule of all twin
 best of them are nearer to each other than TOLERANCE.
 """
 
+import ast
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -244,6 +245,20 @@ def test_ranks_meet_nowhere_but_where_they_were_bound(place: str, words: str) ->
         ranks.meet(place, 1.0)
     with pytest.raises(RuntimeError, match="have parted"):
         ranks.sum(torch.zeros(1))
+
+
+def test_what_is_asked_of_nccl_is_what_torch_says_of_it() -> None:
+    """No CPU build of torch has NCCL's process group. Its declarations are here, and the class that it is a kind of."""
+    declared = ast.parse((Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi").read_text())
+    [nccl] = [node for node in declared.body if isinstance(node, ast.ClassDef) and node.name == "ProcessGroupNCCL"]
+    [made] = [node for node in nccl.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    [options] = [node for node in nccl.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
+    assert [ast.unparse(base) for base in nccl.bases] == ["Backend"]
+    assert [argument.arg for argument in made.args.args] == ["self", "store", "rank", "size", "options"]
+    assert [ast.unparse(base) for base in options.bases] == ["Backend.Options"]
+    kind = torch._C._distributed_c10d.Backend
+    assert all(callable(getattr(kind, name)) for name in ("allreduce", "gather", "abort", "set_timeout"))
+    assert hasattr(kind.Options, "_timeout")
 
 
 def test_a_collective_may_take_what_its_step_may_and_no_longer() -> None:
