@@ -76,6 +76,7 @@ HAPPENINGS = {
     "cut off": 300,
     "death by poison": 200,
     "poison": 50,
+    "name taken": 30,
 }
 
 
