@@ -1,4 +1,4 @@
-"""What weights of 8 bits cost in exactness, on a real model and on real text: perplexity, and choices that stay.
+"""What weights of 16 and of 8 bits cost in exactness, on a real model and on real text: perplexity, and kept choices.
 
 python bench/weights_int8.py                                       the bundled model, on this project's own pages
 python bench/weights_int8.py --text book.txt --words 4000
@@ -67,8 +67,8 @@ def main() -> None:
     print(f"{folder.name}: {len(words)} words, {len(ids)} tokens in windows of {given.window}")
     print(f"{'weights':10}{'perplexity':>12}{'ratio':>9}{'KL':>11}{'top 1':>9}{'greedy':>14}")
     exact: Found | None = None
-    for name in ("float32", "int8"):
-        loaded = load(folder, torch.float32, CPU, has_int8_weights=name == "int8")
+    for name in ("none", "float16", "int8"):
+        loaded = load(folder, torch.float32, CPU, quantization=name)
         found = look(loaded, windows, prompts, given.tokens)
         exact = exact or found
         print(row_of(name, found, exact, sum(map(len, prompts))), flush=True)

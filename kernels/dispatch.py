@@ -23,7 +23,7 @@ from kilburn.kernels.contract import (
 
 if TYPE_CHECKING:
     from kilburn.kernels.cpu.int8_products import Int8Product
-    from kilburn.kernels.cpu.products import FewRows, PanelProduct
+    from kilburn.kernels.cpu.products import PanelProduct, Product
 
 __all__ = [
     "Batch",
@@ -35,11 +35,11 @@ __all__ = [
     "Scales",
     "Shapes",
     "can_capture",
-    "few_rows_product",
     "has_own_collectives",
     "int8_product_over",
     "kernels_for",
     "kv_forms",
+    "product_over",
     "stopwatch_for",
 ]
 
@@ -59,16 +59,14 @@ def kernels_for(device: torch.device) -> Kernels:
     return reference
 
 
-def few_rows_product(packed: Tensor, weight: Tensor) -> "FewRows | None":
-    """(x, bias) -> x . weight^T + bias for few rows, over a float32 `weight` [out, in] that oneDNN has `packed`.
-
-    None where nothing is faster than oneDNN's own product. Holds `packed`, and nothing of `weight`.
-    """
+def product_over(weight: Tensor) -> "Product | None":
+    """(x, bias) -> x . weight^T + bias in float32, on the CPU, over a copy of `weight` [out, in] in its own type,
+    float32, bfloat16 or float16. None where nothing is faster than torch's own product. Holds nothing of `weight`."""
     product = _panel_product()
-    return None if product is None else product.over(packed, weight)
+    return None if product is None else product.over(weight)
 
 
-def int8_product_over(weight: Tensor) -> "FewRows | None":
+def int8_product_over(weight: Tensor) -> "Product | None":
     """(x, bias) -> x . weight^T + bias for any number of rows, on the CPU, over a copy of `weight` [out, in] that has 8
     bits a value. None where the weight has to stay as it is. Holds nothing of `weight`."""
     product = _int8_product()

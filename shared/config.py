@@ -79,8 +79,9 @@ MAX_BODY = "largest request body"
 MAX_HEADER = "largest header of a request"
 MAX_URL = "longest first line of a request, with its URL"
 STALLED = "a client that reads nothing of its answer for so long is disconnected; 0: none is"
-QUANTIZATIONS = Choice(("none", "int8"))
 PLOT_FORMS = (".svg", ".png", ".pdf")
+QUANTIZATIONS = Choice(("none", "float16", "int8"), (("fp16", "float16"),))
+QUANTIZATION = "of weights, on CPUs in float32: float16: rounded; int8: one scale an output, one a row of what meets it"
 LOG_FORMATS = Choice(("human", "json"))
 LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
@@ -222,9 +223,7 @@ class WorkerSettings(Settings):
         "auto", Choice(("auto", "cpu", "cuda")), "where the model runs; auto: cuda where there is one"
     )
     dtype: str = setting("auto", DTYPES, "of weights and KV; auto: by device")
-    quantization: str = setting(
-        "none", QUANTIZATIONS, "of weights; int8: one scale an output, one a row of what meets it; CPU, float32"
-    )
+    quantization: str = setting("none", QUANTIZATIONS, QUANTIZATION)
     kv_dtype: str = setting(
         "auto", Choice(("auto", "fp8", "int8")), "of KV alone; auto: as dtype; fp8 (e4m3) on GPUs, int8 anywhere"
     )
@@ -347,9 +346,7 @@ class PlanSettings(Settings):
     memory: int = setting(0, Size(1), "of one device, before anything is loaded", required=True)
     tp: int = setting(1, Count(1, 1024), "devices that share one copy of the model; all amounts are of one of them")
     dtype: str = setting("auto", DTYPES, "of weights and KV; auto: bfloat16")
-    quantization: str = setting(
-        "none", QUANTIZATIONS, "of weights; int8: one scale an output, one a row of what meets it; CPU, float32"
-    )
+    quantization: str = setting("none", QUANTIZATIONS, QUANTIZATION)
     kv_dtype: str = setting(
         "auto", Choice(("auto", "fp8", "int8")), "of KV alone; auto: as dtype; fp8 (e4m3) on GPUs, int8 anywhere"
     )

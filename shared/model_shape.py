@@ -119,7 +119,12 @@ class Config:
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Every tensor of the folder's safetensors files. Reads their headers only. Raises ModelRefused."""
-    found: dict[str, tuple[int, ...]] = {}
+    return {name: shape for name, (shape, _) in _tensors(folder).items()}
+
+
+def _tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor."""
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as source:
@@ -127,7 +132,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 if not 0 < num_bytes <= file.stat().st_size - 8:
                     raise ValueError("its header is longer than the file")
                 header = json.loads(source.read(num_bytes))
-            found |= {name: tuple(info["shape"]) for name, info in header.items() if name != "__metadata__"}
+            told = [(name, info) for name, info in header.items() if name != "__metadata__"]
+            found |= {name: (tuple(info["shape"]), str(info["dtype"])) for name, info in told}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelRefused(f"{file}: not a whole safetensors file ({error}); fetch it again") from error
     if not found:
@@ -135,15 +141,20 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def read_shape(source: Path, dtype: str, ranks: int = 1, quantization: str = "none") -> ModelShape:
+def read_shape(
+    source: Path, dtype: str, ranks: int = 1, quantization: str = "none", keeps_narrow: bool = False
+) -> ModelShape:
     """What each of `ranks` holds of the model in a folder or a GGUF file, computing in `dtype`. Raises ModelRefused.
 
-    `quantization`: as in the settings; "int8" is of the weights of linear layers.
+    `quantization`: as in the settings, of the weights of linear layers. `keeps_narrow`: those of 16 bits stay so.
     """
     if source.is_dir():
-        return _shape(_read_config(source / "config.json"), tensor_shapes(source), dtype, ranks, quantization)
+        tensors = _tensors(source)
+        narrow = {name for name, (_, stored) in tensors.items() if keeps_narrow and stored in ("BF16", "F16")}
+        shapes = {name: shape for name, (shape, _) in tensors.items()}
+        return _shape(_read_config(source / "config.json"), shapes, narrow, dtype, ranks, quantization)
     header = read_gguf_header(source)
-    return _shape(Config(source, header.config), header.tensors, dtype, ranks, quantization)
+    return _shape(Config(source, header.config), header.tensors, set(), dtype, ranks, quantization)
 
 
 def _read_config(path: Path) -> Config:
@@ -159,8 +170,14 @@ def _read_config(path: Path) -> Config:
 
 
 def _shape(
-    config: Config, tensors: Mapping[str, tuple[int, ...]], dtype: str, ranks: int, quantization: str
+    config: Config,
+    tensors: Mapping[str, tuple[int, ...]],
+    narrow: set[str],
+    dtype: str,
+    ranks: int,
+    quantization: str,
 ) -> ModelShape:
+    """`narrow`: tensors that keep 16 bits where they are of linear layers."""
     architecture = config.architecture
     hidden, num_heads = config.size("hidden"), config.size("num_heads")
     whole = ModelShape(
@@ -193,6 +210,8 @@ def _shape(
         is_linear = len(shape) == 2 and (is_tied or not is_embedding) and not name.endswith("embed_positions.weight")
         if quantization == "int8" and is_linear and shape[0] % INT8_PANEL == 0:
             weight_bytes += held + _INT8_OUTPUT_BYTES * held // shape[1]
+        elif is_linear and (quantization == "float16" or name in narrow):
+            weight_bytes += 2 * held
         else:
             weight_bytes += held * size
     weight_bytes += _rope_bytes(config, architecture, whole)

@@ -54,13 +54,10 @@ def held(model: object) -> Held:
     while todo:
         thing = todo.pop()
         if isinstance(thing, Tensor):
-            if thing.layout != torch.strided:  # packed by oneDNN
-                own[id(thing)] = torch.ops.mkldnn._nbytes(thing)
-            else:
-                storage = thing.untyped_storage()
-                # safetensors maps a file and makes tensors of stretches of it: such memory cannot be resized.
-                place = own if storage.resizable() else mapped
-                place[storage.data_ptr()] = storage.nbytes()
+            storage = thing.untyped_storage()
+            # safetensors maps a file and makes tensors of stretches of it: such memory cannot be resized.
+            place = own if storage.resizable() else mapped
+            place[storage.data_ptr()] = storage.nbytes()
         for child in gc.get_referents(thing):
             if id(child) not in seen and not isinstance(child, type | FunctionType | ModuleType):
                 seen.add(id(child))

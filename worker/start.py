@@ -39,6 +39,7 @@ from kilburn.worker.measured import measured, reserved_bytes, weights_held
 from kilburn.worker.model_runner import ModelRunner, records
 from kilburn.worker.models import weights
 from kilburn.worker.models.config import GenericFamily
+from kilburn.worker.models.layers import Form, packs
 from kilburn.worker.models.weights import LoadedModel
 from kilburn.worker.parallel import Part, Ranks, bound_address, kv_heads_of, use_interface
 from kilburn.worker.phases import Progress, phase, say
@@ -150,14 +151,14 @@ def limits_for(settings: WorkerSettings, loaded: LoadedModel) -> Limits:
 def load_for(
     settings: WorkerSettings, dtype: str, kv_dtype: str, device: torch.device, ranks: Ranks | None = None
 ) -> LoadedModel:
-    is_int8 = settings.quantization == "int8"
-    if is_int8 and (device.type != "cpu" or dtype != "float32"):
+    quantization = settings.quantization
+    if quantization != "none" and (device.type != "cpu" or dtype != "float32"):
         raise SettingsError(
-            ["--quantization: int8 is for the CPU in float32; give none, or --device cpu --dtype float32"]
+            [f"--quantization: {quantization} is for the CPU in float32; give none, or --device cpu --dtype float32"]
         )
     stored = getattr(torch, kv_dtype)
     return weights.load(
-        Path(settings.model), getattr(torch, dtype), device, Progress(), stored, ranks=ranks, has_int8_weights=is_int8
+        Path(settings.model), getattr(torch, dtype), device, Progress(), stored, ranks=ranks, quantization=quantization
     )
 
 
@@ -183,7 +184,8 @@ def shape_of(settings: WorkerSettings, loaded: LoadedModel, dtype: str, device: 
     """What its memory depends on, by the model's files."""
     folder, c = Path(settings.model), loaded.config
     if not isinstance(c.family, GenericFamily):
-        shape = read_shape(folder, dtype, settings.tp, settings.quantization)
+        keeps_narrow = packs(Form(device, getattr(torch, dtype)))
+        shape = read_shape(folder, dtype, settings.tp, settings.quantization, keeps_narrow)
         # Without memory of its own a device looks an embedding up where its file lies.
         return shape if has_own_memory(device) else replace(shape, weight_bytes=shape.weight_bytes - shape.lookup_bytes)
     values = sum(math.prod(sizes) for sizes in tensor_shapes(folder).values())

@@ -38,8 +38,8 @@ R_X, R_RESIDUAL, R_WEIGHT, R_OUT, R_NUM_ROWS, R_WIDTH, R_X_STEP, R_RESIDUAL_STEP
 # -- block moves
 M_PAIRS, M_SOURCE, M_TO, M_NUM_PIECES, M_PIECE, M_PER_BLOCK, M_BLOCK_BYTES, M_SOURCE_STEP, M_TO_STEP = range(3, 12)
 
-# -- products with packed weights; P_IS_FRESH: whether what `out` holds is nothing to add to
-P_X, P_PANELS, P_OUT, P_NUM_ROWS, P_DEPTH, P_NUM_PANELS, P_X_STEP, P_PANEL_STEP, P_OUT_STEP, P_IS_FRESH = range(3, 13)
+# -- products with weights in panels; P_BIAS: zeros where there is none
+P_X, P_PANELS, P_BIAS, P_OUT, P_NUM_ROWS, P_DEPTH, P_NUM_PANELS, P_X_STEP, P_OUT_STEP = range(3, 12)
 
 # -- products with weights of 8 bits: rows that are quantized first, then panels
 Q_X, Q_OUT, Q_SCALES, Q_NUM_ROWS, Q_DEPTH, Q_X_STEP, Q_OUT_STEP, Q_GRAIN, Q_LEVELS = range(3, 12)
@@ -54,7 +54,7 @@ TILE = 64  # positions scored at a time ...
 SMALL_TILE = 16  # ... and for a unit of a few rows, whose reads are better kept near to each other
 FEW_ROWS = 32
 CUT = 256  # positions of a context that one unit of few rows takes
-PANEL = 64  # outputs that lie together in a packed weight
+PANEL = 16  # outputs of a weight that lie together
 INT8_PANEL = 32  # ... and in one of 8 bits
 MAX_ROWS = 96  # of a unit, unless one position has more query heads of one KV head than that
 

@@ -81,9 +81,6 @@ from kilburn.kernels.cpu.arguments import (
     Q,
 )
 from kilburn.kernels.cpu.simd import (
-    ELEMENT_BYTES,
-    FAST,
-    INT8,
     add_rows,
     dot_four,
     exp2,
@@ -100,6 +97,7 @@ from kilburn.kernels.cpu.simd import (
     store_one,
     tanh,
 )
+from kilburn.kernels.cpu.vectors import ELEMENT_BYTES, FAST, INT8
 
 LOG2_E = math.log2(math.e)
 HIDDEN = np.float32(-1e30)  # finite: the difference of two hidden scores must not be NaN

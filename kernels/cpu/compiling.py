@@ -9,14 +9,14 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit
 
-from kilburn.kernels.cpu import attention, int8_panels, panels, rows, simd, writing
+from kilburn.kernels.cpu import attention, int8_panels, panels, rows, vectors, writing
 
 KERNELS = {
     "survey": lambda _kind: attention.survey.py_func,
     "attention": lambda kind: attention.kernel(kind, kind),
-    "attention_int8": lambda kind: attention.kernel(kind, simd.INT8),
+    "attention_int8": lambda kind: attention.kernel(kind, vectors.INT8),
     "kv_write": lambda kind: writing.kv_write_kernel(kind, kind),
-    "kv_write_int8": lambda kind: writing.kv_write_kernel(kind, simd.INT8),
+    "kv_write_int8": lambda kind: writing.kv_write_kernel(kind, vectors.INT8),
     "rms_norm": rows.rms_norm_kernel,
     "silu_mul": rows.silu_mul_kernel,
     "int8_panels": int8_panels.panels_kernel,
@@ -29,8 +29,8 @@ KERNELS = {
 def object_code(name: str, kind: int, machine: llvm.TargetMachine) -> bytes:
     """The object file of a kernel, whose function is called `kernel`."""
     options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
-    function = njit(fastmath=simd.FAST, **options)(KERNELS[name](kind))
-    signature = (simd.INT64S,)
+    function = njit(fastmath=vectors.FAST, **options)(KERNELS[name](kind))
+    signature = (vectors.INT64S,)
     function.compile(signature)
     inner = function.overloads[signature].fndesc.llvm_func_name
     entry = f"""

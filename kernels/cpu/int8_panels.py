@@ -53,7 +53,8 @@ from kilburn.kernels.cpu.arguments import (
     Q_X_STEP,
     TAKEN,
 )
-from kilburn.kernels.cpu.simd import (
+from kilburn.kernels.cpu.simd import fetch_add, floats, int32s
+from kilburn.kernels.cpu.vectors import (
     F32,
     FAST,
     FLOAT,
@@ -63,20 +64,17 @@ from kilburn.kernels.cpu.simd import (
     I64,
     LANES,
     NONE,
-    _after,
-    _constant,
-    _counted,
-    _fma,
-    _load,
-    _pointer,
-    _pointer_to,
-    _rows_from,
-    _shuffle,
-    _splat,
-    _store,
-    fetch_add,
-    floats,
-    int32s,
+    after,
+    constant,
+    counted,
+    fma,
+    load_vector,
+    pointer,
+    pointer_to,
+    rows_from,
+    shuffle,
+    splat,
+    store_vector,
 )
 
 PAIR_BYTES = 2 * INT8_PANEL  # of a panel, for two positions of `in`
@@ -88,7 +86,7 @@ INFINITE = np.int32(0x7F800000)  # from here on: infinities, and NaN
 NEGLIGIBLE = np.float32(1e-33).view(np.int32)  # a row of no more is one of zeros: levels over it would not be finite
 
 SHORTS = ir.VectorType(I16, 2 * LANES)
-int16s = _pointer_to(types.CPointer(types.int16))
+int16s = pointer_to(types.CPointer(types.int16))
 
 
 @intrinsic
@@ -157,30 +155,30 @@ def multiply(
     def code(target: Any, build: Any, _signature: Any, args: Any) -> Any:
         x, x_step, weights, num_pairs, row_scales, scales, bias, out, out_step = args[:9]
         rows, vectors = range(num_rows.literal_value), range(num_vectors.literal_value)
-        xs = _rows_from(build, x, x_step, len(rows))
+        xs = rows_from(build, x, x_step, len(rows))
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
             column, at = build.add(weights, build.mul(index, I64(PAIR_BYTES))), build.shl(index, I64(2))
-            pairs = [build.load(_pointer(build, build.add(row, at), I32, 1), align=2) for row in xs]
-            pairs = [build.bitcast(_splat(build, pair, LANES), SHORTS) for pair in pairs]
+            pairs = [build.load(pointer(build, build.add(row, at), I32, 1), align=2) for row in xs]
+            pairs = [build.bitcast(splat(build, pair, LANES), SHORTS) for pair in pairs]
             new = list(sums)
             for j in vectors:
-                place = _pointer(build, _after(build, column, 2 * LANES * j), I8, 2 * LANES)
+                place = pointer(build, after(build, column, 2 * LANES * j), I8, 2 * LANES)
                 weight = build.sext(build.load(place, align=1), SHORTS)
                 for i, pair in enumerate(pairs):
                     at = i * len(vectors) + j
                     new[at] = build.add(sums[at], _products_of_pairs(build, pair, weight))
             return new
 
-        sums = _counted(build, num_pairs, [_constant(I32, LANES, 0)] * (len(rows) * len(vectors)), step)
-        for i, row in enumerate(_rows_from(build, out, out_step, len(rows))):
-            row_scale = _splat(build, _load(build, _after(build, row_scales, 4 * i), F32, 1), LANES)
+        sums = counted(build, num_pairs, [constant(I32, LANES, 0)] * (len(rows) * len(vectors)), step)
+        for i, row in enumerate(rows_from(build, out, out_step, len(rows))):
+            row_scale = splat(build, load_vector(build, after(build, row_scales, 4 * i), F32, 1), LANES)
             for j in vectors:
                 at = 4 * LANES * j
-                scale = build.fmul(row_scale, _load(build, _after(build, scales, at), F32, LANES))
+                scale = build.fmul(row_scale, load_vector(build, after(build, scales, at), F32, LANES))
                 value = build.sitofp(sums[i * len(vectors) + j], ir.VectorType(FLOAT, LANES))
-                value = _fma(build, value, scale, _load(build, _after(build, bias, at), F32, LANES))
-                _store(build, value, _after(build, row, at), F32, LANES)
+                value = fma(build, value, scale, load_vector(build, after(build, bias, at), F32, LANES))
+                store_vector(build, value, after(build, row, at), F32, LANES)
         return target.get_dummy_value()
 
     return NONE(*[types.int64] * 9, num_rows, num_vectors), code
@@ -193,7 +191,7 @@ def _products_of_pairs(build: Any, a: Any, b: Any) -> Any:
         return build.call(build.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", (), kind), [a, b])
     wide = ir.VectorType(I32, 2 * LANES)
     products = build.mul(build.sext(a, wide), build.sext(b, wide))
-    even, odd = (_shuffle(build, products, products, list(range(first, 2 * LANES, 2))) for first in (0, 1))
+    even, odd = (shuffle(build, products, products, list(range(first, 2 * LANES, 2))) for first in (0, 1))
     return build.add(even, odd)
 
 

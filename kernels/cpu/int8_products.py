@@ -12,7 +12,7 @@ from torch import Tensor
 from kilburn.kernels import checks
 from kilburn.kernels.cpu.arguments import INT8_PANEL, Words
 from kilburn.kernels.cpu.objects import Objects
-from kilburn.kernels.cpu.products import FewRows
+from kilburn.kernels.cpu.products import Product
 from kilburn.kernels.cpu.team import Fork, Team
 from kilburn.kernels.reference import WEIGHT_LEVELS, levels_for, quantized_rows
 
@@ -53,7 +53,7 @@ class Int8Product:
         self._quantize, self._multiply = 0, 0
         self._rows, self._scales = torch.empty(0, dtype=torch.int16), torch.empty(0)
 
-    def over(self, weight: Tensor) -> FewRows | None:
+    def over(self, weight: Tensor) -> Product | None:
         """The product with one weight; None where it stays as it is."""
         panels = int8_panels(weight)
         return None if panels is None else partial(self, panels)

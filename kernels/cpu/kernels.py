@@ -20,10 +20,10 @@ from kilburn.kernels.cpu.arguments import Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as simd.py numbers them
-KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "panels", "move_blocks")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as vectors.py numbers them
+KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "move_blocks")
 INT8_KERNELS = ("attention_int8", "kv_write_int8")  # in place of those of the same name, for a cache of int8
-UNTYPED = ("survey", "panels", "move_blocks")  # know no elements, or one kind only
+UNTYPED = ("survey", "move_blocks")  # know no elements, or one kind only
 NO_WINDOW = 1 << 40
 LOG2_E = log2(e)
 WORTH_SHARING = 16 * 1024  # values to touch before it pays to wake a second thread

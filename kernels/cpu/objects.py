@@ -25,6 +25,7 @@ SOURCES = (
     "panels",
     "rows",
     "simd",
+    "vectors",
     "writing",
 )  # what machine code depends on
 

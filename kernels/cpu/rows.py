@@ -22,7 +22,8 @@ from kilburn.kernels.cpu.arguments import (
     R_X_STEP,
     TAKEN,
 )
-from kilburn.kernels.cpu.simd import ELEMENT_BYTES, FAST, exp2, fetch_add, load_one, number, store_one
+from kilburn.kernels.cpu.simd import exp2, fetch_add, load_one, number, store_one
+from kilburn.kernels.cpu.vectors import ELEMENT_BYTES, FAST
 
 LOG2_E = np.float32(math.log2(math.e))
 

@@ -54,17 +54,8 @@ from kilburn.kernels.cpu.arguments import (
     W_V_TOKEN,
     W_VALUE_STEP,
 )
-from kilburn.kernels.cpu.simd import (
-    ELEMENT_BYTES,
-    FAST,
-    INT8,
-    copy_bytes,
-    fetch_add,
-    floats,
-    int64s,
-    load_one,
-    store_one,
-)
+from kilburn.kernels.cpu.simd import copy_bytes, fetch_add, floats, int64s, load_one, store_one
+from kilburn.kernels.cpu.vectors import ELEMENT_BYTES, FAST, INT8
 
 LARGEST = np.float32(127)  # of int8, as scales are made
 

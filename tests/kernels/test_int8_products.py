@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kilburn.kernels.cpu.int8_products import Int8Product, int8_panels
-from kilburn.kernels.cpu.products import FewRows
+from kilburn.kernels.cpu.products import Product
 from kilburn.kernels.cpu.team import torch_openmp
 from kilburn.kernels.reference import WEIGHT_LEVELS, int8_product, levels_for, quantized_rows
 
@@ -19,7 +19,7 @@ def product() -> Int8Product:
     return Int8Product(torch_openmp())
 
 
-def over(product: Int8Product, weight: Tensor) -> FewRows:
+def over(product: Int8Product, weight: Tensor) -> Product:
     found = product.over(weight)
     assert found is not None
     return found

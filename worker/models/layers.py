@@ -1,12 +1,10 @@
 """The parts that every decoder of ours is made of: linear layers, and the embedding of tokens.
 
-**Linear** has two forms. On the CPU in float32, oneDNN's own packed order of the weights is far faster than plain
-`F.linear` from 8 rows on (GFLOP/s on 2 Zen 3 cores, plain -> packed: 960x576 at 1, 8, 32, 128 rows 21 -> 17, 52 -> 96,
-104 -> 146, 138 -> 151; the head, 49152x576: 5 -> 7, 15 -> 43, 46 -> 105, 80 -> 133), so it is taken wherever it exists.
-The packed copy replaces the plain one: nothing of the plain weight stays resident. For up to `FEW_ROWS` rows, when the
-read of the weights is what takes the time, the same packed weights go through `kernels/cpu/panels.py`, which reads them
-in order (`bench/products_cpu.py`). With weights of 8 bits (`--quantization int8`, on the CPU) a layer goes through
-`kernels/cpu/int8_panels.py`, whatever the number of rows; biases, norms and embeddings stay as they are.
+**Linear** goes through panels wherever the CPU computes in float32 (`kernels/cpu/panels.py`): a copy of the weight in
+the order in which it is read, which replaces the plain one. A weight that its file has in bfloat16 or float16 keeps its
+16 bits there, for half of the memory and of the reads, and becomes float32 in registers: the results are to the last
+bit those of float32 weights. `--quantization float16` rounds float32 weights so; `int8` keeps 8 bits and a scale for
+each output (`kernels/cpu/int8_panels.py`). Biases, norms and embeddings stay as they are.
 
 **Embedding** keeps the checkpoint's own table and dtype: on the CPU that is a view of the memory-mapped file, of which
 only the rows that are looked up become resident. So a tied head can be packed without holding the table twice. Of
@@ -22,11 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import few_rows_product, int8_product_over
+from kilburn.kernels.dispatch import int8_product_over, product_over
+from kilburn.shared.model_files import ModelRefused
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.parallel import Ranks
-
-FEW_ROWS = 64  # up to here products over panels are faster than oneDNN's
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class Form:
 
     device: torch.device
     dtype: torch.dtype  # that is computed in
-    has_int8_weights: bool = False  # of linear layers: CPU, float32
+    quantization: str = "none"  # of the weights of linear layers, as in the settings; others: CPU, float32
 
 
 class Linear(Protocol):
@@ -57,23 +54,7 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A product over weights in oneDNN's own packed order. CPU, float32."""
-
-    __slots__ = ("_bias", "_few_rows", "_packed")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed, self._bias = torch.ops.mkldnn._reorder_linear_weight(weight), bias
-        self._few_rows = few_rows_product(self._packed, weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._few_rows is not None and x.shape[0] <= FEW_ROWS:
-            return self._few_rows(x, self._bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return y
-
-
-class Int8Linear:
-    """A product over weights of 8 bits. CPU, float32."""
+    """A product over panels. CPU, float32."""
 
     __slots__ = ("_bias", "_product")
 
@@ -85,23 +66,28 @@ class Int8Linear:
 
 
 def packs(form: Form) -> bool:
-    """Whether linear layers should be packed."""
-    return (
-        form.device.type == "cpu"
-        and form.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    """Whether linear layers have copies of their own."""
+    return form.device.type == "cpu" and form.dtype == torch.float32
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
     """The fastest that there is. weight [out, in] and bias [out] may lie in a mapped file, in any float dtype."""
     bias = None if bias is None else owned(bias, form)
-    if form.has_int8_weights and (product := int8_product_over(weight)) is not None:
-        return Int8Linear(product, bias)
-    if packs(form):
-        return PackedLinear(weight.to(form.dtype).contiguous(), bias)
+    if form.quantization == "int8" and (product := int8_product_over(weight)) is not None:
+        return PackedLinear(product, bias)
+    if packs(form) and (product := product_over(_kept(weight, form))) is not None:
+        return PackedLinear(product, bias)
     return PlainLinear(owned(weight, form), bias)
+
+
+def _kept(weight: Tensor, form: Form) -> Tensor:
+    """The weight in the type that its panels have. Raises ModelRefused."""
+    if form.quantization == "float16":
+        kept = weight.to(torch.float16)
+        if bool((kept.isinf() & weight.isfinite()).any()):
+            raise ModelRefused("--quantization: the model has weights beyond what float16 can hold; give none")
+        return kept
+    return weight if weight.dtype in (torch.bfloat16, torch.float16) else weight.float()
 
 
 def merged(weights: list[Tensor], biases: list[Tensor | None], form: Form) -> Linear:
@@ -159,7 +145,7 @@ def tied_embedding(
     """The embedding whose table is called `name`, and the head that is the same table."""
     rows, whole = ranks.part.share(shape[0]), weights.take(name, *shape)
     weights.take_tied("lm_head.weight", whole)
-    if packs(form) or form.has_int8_weights:
+    if packs(form):
         return _lookup(weights.apart(name)[rows], form.dtype, ranks, rows), linear(whole[rows], None, form)
     shared = owned(whole[rows], form)
     return _lookup(shared, form.dtype, ranks, rows), PlainLinear(shared, None)

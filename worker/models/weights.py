@@ -70,14 +70,14 @@ def load(
     kv_dtype: torch.dtype | None = None,
     revision: str | None = None,
     ranks: Ranks | None = None,
-    has_int8_weights: bool = False,
+    quantization: str = "none",
 ) -> LoadedModel:
     """The model in `folder`, computing in `dtype` on `device`. Raises ModelRefused with what to change.
 
     `kv_dtype` (default: dtype) and `revision` (default: the commit of a hub snapshot) enter the digest only. Of several
-    `ranks` each reads its own part; their digest is that of the whole. `has_int8_weights` is for the CPU in float32.
+    `ranks` each reads its own part; their digest is that of the whole. `quantization` is for the CPU in float32.
     """
-    settings, ranks, form = read_settings(folder), ranks or Ranks(), Form(device, dtype, has_int8_weights)
+    settings, ranks, form = read_settings(folder), ranks or Ranks(), Form(device, dtype, quantization)
     config = read_config(folder) if is_own(architecture_of(settings)) else None
     with Checkpoint(folder, on_progress) as weights:
         if config is not None:
@@ -90,7 +90,7 @@ def load(
                     raise ModelRefused(f"{folder}: {config.architecture} has no decoder here")
                 case _:
                     assert_never(config.family)
-        elif has_int8_weights:
+        elif quantization != "none":
             raise ModelRefused(f"--quantization: {architecture_of(settings)} is computed by its own code; give none")
         else:
             # Here and not above: it brings transformers, seconds that our own decoders do not need.
@@ -127,7 +127,7 @@ def model_digest(
         "files": hashes,
         "revision": revision,
         "dtype": str(form.dtype),
-        "weights": "int8" if form.has_int8_weights else None,
+        "weights": None if form.quantization == "none" else form.quantization,
         "kv": {"dtype": str(kv_dtype), "scales": None},
         "rope": repr(config.family.rope) if isinstance(config.family, LlamaFamily) else None,
         "max_len": config.max_len,

@@ -1,10 +1,13 @@
-"""Weights of 8 bits in whole models: near to float32, each row by itself, on the bill, refused where they are not."""
+"""Weights of 16 and of 8 bits in whole models: as near to float32 as they should be, each row by itself, on the bill,
+refused where they are not."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kilburn.kernels.dispatch import kernels_for
@@ -23,10 +26,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "smollm": {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 3, "num_key_value_heads": 1},
     "opt": {},
 }
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
 def int8(folder: Path) -> LoadedModel:
-    return load(folder, torch.float32, CPU, has_int8_weights=True)
+    return load(folder, torch.float32, CPU, quantization="int8")
 
 
 def logits_of(loaded: LoadedModel, prompts: list[list[int]]) -> Tensor:
@@ -59,9 +69,44 @@ def test_a_token_does_not_depend_on_an_outlier_beside_it(tmp_path: Path) -> None
     assert torch.equal(logits_of(loaded, [normal, outlier])[:1], alone)
 
 
+def stored_as(folder: Path, dtype: torch.dtype, to: Path) -> Path:
+    """The model with its tensors in another type."""
+    shutil.copytree(folder, to)
+    file = to / "model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_file_of_16_bits_keeps_them_and_says_the_same(tmp_path: Path, dtype: torch.dtype) -> None:
+    wide = make_tiny(tmp_path / "wide", "smollm", with_tokenizer=False, overrides=WIDE)
+    narrow = stored_as(wide, dtype, tmp_path / "narrow")
+    same = stored_as(narrow, torch.float32, tmp_path / "same")
+    prompts = [[7, 8, 9, 10], [50] * 33, list(range(100, 160))]
+    loaded = load_cpu(narrow)
+    assert torch.equal(logits_of(loaded, prompts), logits_of(load_cpu(same), prompts))
+    bill = read_shape(narrow, "float32", keeps_narrow=True).weight_bytes
+    assert measured.held(loaded.model).own_bytes == pytest.approx(bill, rel=0.03)
+    assert bill < read_shape(same, "float32").weight_bytes * 0.6
+
+
+def test_float16_by_choice_rounds_and_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    wide = make_tiny(tmp_path / "wide", "smollm", with_tokenizer=False, overrides=WIDE)
+    rounded, prompts = load(wide, torch.float32, CPU, quantization="float16"), [[7, 8, 9, 10]]
+    want, got = logits_of(load_cpu(wide), prompts), logits_of(rounded, prompts)
+    assert 0 < float((got - want).norm() / want.norm()) < 0.002
+    assert rounded.digest != load_cpu(wide).digest
+    bill = read_shape(wide, "float32", quantization="float16").weight_bytes
+    assert measured.held(rounded.model).own_bytes == pytest.approx(bill, rel=0.03)
+    tensors = load_file(wide / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = 7e4
+    save_file(tensors, wide / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelRefused, match=r"--quantization: .* beyond what float16 can hold; give none"):
+        load(wide, torch.float32, CPU, quantization="float16")
+
+
 def test_the_bill_has_the_weights_that_are_held(tmp_path: Path) -> None:
-    wide = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-    folder = make_tiny(tmp_path, "smollm", with_tokenizer=False, overrides={**wide, "head_dim": 64})
+    folder = make_tiny(tmp_path, "smollm", with_tokenizer=False, overrides=WIDE)
     shape, exact = read_shape(folder, "float32", quantization="int8"), read_shape(folder, "float32")
     # Beside them lie the rows of the newest step, quantized.
     assert measured.held(int8(folder).model).own_bytes == pytest.approx(shape.weight_bytes, rel=0.03)
