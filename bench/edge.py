@@ -2,13 +2,15 @@
 
     python bench/edge.py                     a table: 1, 64 and 512 streams
     python bench/edge.py --streams 64        one of them
+    python bench/edge.py --depth 1           an event for each token
     python bench/edge.py --profile out.prof  and where the time goes, for pstats
 
 Three processes: the controller as it serves, which is measured; a worker without a model, which draws the next word of
 a fixed text; clients that read raw sockets. CPU time is all that the controller's process spent between the first
 request and the last byte, setting up the requests included; `system` is what of it the kernel spent, on sockets mostly.
 `a core` is how many tokens a second one core would stream: a million over the CPU time of one. On a machine with fewer
-cores than processes, seconds say little. Where readers come late they get several tokens as one event.
+cores than processes, seconds say little. The worker answers both plans that are under way before it is looked at
+again, so that most events are of two tokens; with `--depth 1` each is of one, as it is where steps take their time.
 
 The tokenizer is a byte-level one made on the spot; --model takes another's folder.
 """
@@ -117,11 +119,13 @@ async def _read(host: str, port: int, number: int, num_tokens: int) -> int:
     return num_events
 
 
-async def measure(model: Path, num_streams: int, num_tokens: int, profile: cProfile.Profile | None) -> dict[str, float]:
+async def measure(
+    model: Path, num_streams: int, num_tokens: int, depth: int, profile: cProfile.Profile | None
+) -> dict[str, float]:
     """One row of the table."""
     spawn = multiprocessing.get_context("spawn")
     settings = ControllerSettings(
-        model=str(model), port=0, bind="tcp://127.0.0.1:0", max_waiting=4096, max_step_tokens=1 << 14
+        model=str(model), port=0, bind="tcp://127.0.0.1:0", max_waiting=4096, max_step_tokens=1 << 14, depth=depth
     )
     length = NUM_PROMPT + num_tokens
     num_blocks = (num_streams + 1) * blocks_for(length, BLOCK_SIZE)
@@ -171,6 +175,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What a streamed token costs at the edge.")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 512], help="at once")
     parser.add_argument("--tokens", type=int, default=60_000, help="in all streams together, 2000 in one at most")
+    parser.add_argument("--depth", type=int, default=2, help="plans under way at once")
     parser.add_argument("--model", type=Path, help="folder with a tokenizer; empty: one is made")
     parser.add_argument("--profile", type=Path, help="file for the profile of the controller's process")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -183,7 +188,7 @@ def main(words: Sequence[str] | None = None) -> int:
             write_model(model)
         for num_streams in wanted.streams:
             num_tokens = max(min(wanted.tokens // num_streams, 2000), 1)
-            row = asyncio.run(measure(model, num_streams, num_tokens, profile))
+            row = asyncio.run(measure(model, num_streams, num_tokens, wanted.depth, profile))
             if not rows:
                 print("  ".join(f"{name:>13}" for name in row))
             rows.append(row)

@@ -32,7 +32,7 @@ class EventStream:
     """To be opened, written, ended."""
 
     def __init__(self, request: web.Request, headers: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._request = request
+        self._request, self._transport, self._writer = request, request.transport, request.writer
         self._is_chunked = False
         self.response = web.StreamResponse(headers=_HEADERS | dict(headers))
 
@@ -43,19 +43,18 @@ class EventStream:
     @property
     def is_clear(self) -> bool:
         """Whether the reader has taken all that was written, or a buffer of the kernel's has."""
-        transport = self._request.transport
-        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
+        transport = self._transport
+        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
 
     def send(self, frames: str) -> None:
         """Writes at once what is not empty. Only while `is_clear`, and while nobody waits in `write`."""
-        transport = self._request.transport
-        if transport is None:
+        if self._transport is None:
             raise ConnectionResetError("the client left")
         data = frames.encode()
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
-        self._request.writer.output_size += len(data)
-        transport.write(data)
+        self._writer.output_size += len(data)
+        self._transport.write(data)
 
     async def write(self, frames: str) -> None:
         """Waits while the reader is slow."""
