@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,31 @@ async def test_a_worker_that_is_lost_and_comes_back_goes_unnoticed(tmp_path: Pat
         for status, whole in await asyncio.gather(*answers):
             assert (status, whole["choices"][0]["text"]) == (200, text_after(60))
         assert world.driver.engine.snapshot().leases_ended == 1
+
+
+async def test_a_second_worker_of_one_name_waits_until_the_first_is_gone(tmp_path: Path) -> None:
+    async with served(tmp_path, delay_s=0.005) as world:
+        body = {"prompt": "hello", "max_tokens": 60}
+        other = FakeDaemon(world.running.endpoint, replace(world.daemon.hello, boot="another life", pid=1))
+        serving = asyncio.create_task(other.run())
+
+        def was_turned_away() -> bool:
+            return [note.kind for note in world.driver.noted.latest()].count("name taken") >= 2
+
+        await world.until(was_turned_away, within_s=30.0)
+        status, whole = await world.post(COMPLETION, body)
+        assert (status, whole["choices"][0]["text"]) == (200, text_after(60))
+        assert (world.driver.engine.snapshot().leases_ended, other.steps) == (0, 0)
+        answer = asyncio.ensure_future(world.post(COMPLETION, body))
+        before = world.daemon.steps
+        await world.until(lambda: world.daemon.steps > before)
+        world.driver.retire(world.daemon.hello.name)  # the first is told to leave, once its request is at its end
+        status, whole = await answer
+        assert (status, whole["choices"][0]["text"]) == (200, text_after(60))
+        assert (await world.post(COMPLETION, body))[0] == 200
+        assert other.steps > 0
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_a_bad_row_fails_one_request_only(tmp_path: Path) -> None:
