@@ -38,6 +38,7 @@ from bench.chaos_world import FAKE, Process, World, running_world
 START_S = 180.0
 SETTLE_S = 120.0  # for everything to be well again, and for what is idle to be closed
 GAP_S = (0.2, 1.2)  # between one accident and the next
+CALM_OF_REAL = 4.0  # times as long where workers load a model, or hardly anything would ever be computed
 PAUSE_S = (0.1, 4.0)  # of a process, a connection; up to twice what a worker may be silent
 SAMPLE_S = 0.5
 LOADING_S, GROWING_S = 30.0, 60.0  # of a process's life: to load all that it needs, and to be judged afterwards
@@ -161,7 +162,7 @@ ACCIDENTS: tuple[tuple[Accident, int], ...] = (
 )
 
 
-async def havoc(world: World, seed: int, seconds: float, happened: Counter[str]) -> None:
+async def havoc(world: World, seed: int, seconds: float, calm: float, happened: Counter[str]) -> None:
     """Accidents for so long; when it returns, nothing is paused or stalled any more."""
     dice, loop = random.Random(f"{seed} accidents"), asyncio.get_running_loop()
     kinds, weights = zip(*ACCIDENTS, strict=True)
@@ -171,7 +172,7 @@ async def havoc(world: World, seed: int, seconds: float, happened: Counter[str])
         happened[accident.__name__.replace("_", " ")] += 1
         whose = random.Random(dice.random())  # its own, so that which accidents there are is up to the seed alone
         under_way.add(asyncio.create_task(accident(world, dice.randrange(len(world.controllers)), whose)))
-        await asyncio.sleep(dice.uniform(*GAP_S))
+        await asyncio.sleep(calm * dice.uniform(*GAP_S))
     await asyncio.gather(*under_way)
 
 
@@ -278,7 +279,8 @@ async def run(options: argparse.Namespace, folder: Path, say: Callable[[str], No
         await asyncio.sleep(min(options.seconds / 8, 5.0))  # connections are opened, caches filled
         watch = Watch({one.name: one.num_descriptors for one in world.processes})
         sampling = asyncio.create_task(watch.sample(world))
-        await havoc(world, options.seed, options.seconds, happened)
+        calm = options.calm or (1.0 if options.model == FAKE else CALM_OF_REAL)
+        await havoc(world, options.seed, options.seconds, calm, happened)
         say("no more accidents")
         await world.healthy(SETTLE_S)
         load.is_over = True
@@ -288,6 +290,8 @@ async def run(options: argparse.Namespace, folder: Path, say: Callable[[str], No
         faults = await settled(world, watch.descriptors)
     growth = watch.growth_mb(min(options.seconds / 3, GROWING_S))
     faults += [f"{name}: grew by {by:.0f} MB" for name, by in growth.items() if by > MOST_GROWTH_MB]
+    if not load.tally.finished:
+        faults.append("no request was finished: this shows nothing; give --calm more, or --seconds")
     if not load.tally.adds_up:
         faults.append("requests sent are not those finished, refused and left")
     return Report(load, happened, growth, load.tally.wrong[:20] + faults)
@@ -319,12 +323,14 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of accidents")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=FAKE, help="folder or name for real workers; fake: none")
+    calm_of = f"times as long between accidents; 0: 1 with fake workers, {CALM_OF_REAL:g} with real ones"
+    parser.add_argument("--calm", type=float, default=0.0, help=calm_of)
     parser.add_argument("--controllers", type=int, default=2, help="each with a worker of its own")
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--logs", type=Path, help="folder for the logs of all processes; else they are dropped")
     options = parser.parse_args(words)
-    if options.seconds <= 0 or min(options.controllers, options.clients) < 1:
-        parser.error("--seconds, --controllers and --clients must be positive")
+    if options.seconds <= 0 or options.calm < 0 or min(options.controllers, options.clients) < 1:
+        parser.error("--seconds, --controllers and --clients must be positive, and --calm not negative")
     console, begun = Console(), time.monotonic()
 
     def say(text: str) -> None:

@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 SETTINGS_STATUS = 2  # how a command ends whose settings cannot work
@@ -103,7 +104,8 @@ class Supervisor:
         """End the process that runs now, whatever state it is in; another is started, as after any end."""
         if self._process is not None:
             self._killed_since = f"{since}, and was killed"
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended a moment ago
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float) -> None:
         """SIGTERM, then SIGKILL after `grace_s`. The process is gone when this returns."""
