@@ -73,12 +73,6 @@ REVISION = "of a hub id: branch, tag or commit; empty: main"
 DTYPES = Choice(
     ("auto", "float32", "float16", "bfloat16"), (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
 )
-TLS_CERTIFICATE = "certificate (PEM, with its chain) of the REST API, which is then https; empty: it is http"
-TLS_KEY = "its private key (PEM)"
-MAX_BODY = "largest request body"
-MAX_HEADER = "largest header of a request"
-MAX_URL = "longest first line of a request, with its URL"
-STALLED = "a client that reads nothing of its answer for so long is disconnected; 0: none is"
 PLOT_FORMS = (".svg", ".png", ".pdf")
 QUANTIZATIONS = Choice(("none", "float16", "int8"), (("fp16", "float16"),))
 QUANTIZATION = "of weights, on CPUs in float32: float16: rounded; int8: one scale an output, one a row of what meets it"
@@ -87,14 +81,9 @@ LOG_FORMAT = "how log lines look: for people, or one JSON object a line"
 LOG_LEVELS = Choice(("debug", "info", "warning", "error"))
 
 
-def _tls_faults(certificate: str, key: str) -> Iterable[tuple[str, str]]:
-    if bool(certificate) != bool(key):
-        yield "tls_certificate", "a certificate and its key go together; give both --tls-certificate and --tls-key"
-
-
 @dataclass(frozen=True)
-class ControllerSettings(Settings):
-    """What decides: the door, the queue, the leases."""
+class DoorSettings(Settings):
+    """What every process with a REST API has: a model to read prompts with, a door, a registry, an end."""
 
     model: str = setting("", Text("MODEL"), MODEL, required=True)
     revision: str = setting("", Text("REVISION"), REVISION)
@@ -102,11 +91,42 @@ class ControllerSettings(Settings):
     host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
     port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
     api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
-    tls_certificate: str = setting("", Text("FILE"), TLS_CERTIFICATE)
-    tls_key: str = setting("", Text("FILE"), TLS_KEY)
+    tls_certificate: str = setting(
+        "", Text("FILE"), "certificate (PEM, with its chain) of the REST API, which is then https; empty: it is http"
+    )
+    tls_key: str = setting("", Text("FILE"), "its private key (PEM)")
     cors_origins: str = setting(
         "", Text("ORIGIN,ORIGIN"), "pages that a browser may let ask here, as https://chat.example, or *; empty: none"
     )
+    redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
+    server_key_file: str = setting(
+        "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
+    )
+    max_body: int = setting(8 << 20, Size(1024), "largest request body")
+    max_header: int = setting(8190, Size(1024), "largest header of a request")
+    max_url: int = setting(8190, Size(1024), "longest first line of a request, with its URL")
+    stalled_seconds: float = setting(
+        60.0,
+        Duration(0.0, 86400.0),
+        "a client that reads nothing of its answer for so long is disconnected; 0: none is",
+    )
+    drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
+    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
+    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
+
+    def faults(self) -> Iterable[tuple[str, str]]:
+        yield from super().faults()
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            yield "tls_certificate", "a certificate and its key go together; give both --tls-certificate and --tls-key"
+        origins = [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
+        if not all(re.fullmatch(r"\*|https?://[^/\s]+/?", origin) for origin in origins):
+            yield "cors_origins", "must be origins without a path, as https://chat.example,http://localhost:3000, or *"
+
+
+@dataclass(frozen=True)
+class ControllerSettings(DoorSettings):
+    """What decides: the door, the queue, the leases."""
+
     bind: str = setting(
         DEFAULT_ENDPOINT, Text("ENDPOINT"), "where workers connect; beyond loopback it wants curve_keys"
     )
@@ -144,7 +164,6 @@ class ControllerSettings(Settings):
     keep_alive_seconds: float = setting(
         15.0, Duration(0.0, 3600.0), "silence of a stream after which a comment is sent; 0: none is"
     )
-    stalled_seconds: float = setting(60.0, Duration(0.0, 86400.0), STALLED)
     max_prompts: int = setting(64, Count(1, 1024), "prompts of one call of completions")
     max_prompt_tokens: int = setting(0, Count(0, 1 << 30), "tokens of one prompt; 0: as many as the model takes")
     max_messages: int = setting(4096, Count(1, 65536), "messages or items of one conversation")
@@ -158,19 +177,12 @@ class ControllerSettings(Settings):
     schema_seconds: float = setting(2.0, Duration(0.1, 60.0), "longest time to compile it before it is refused")
     max_prefixes: int = setting(64, Count(0, 1024), "named prefixes of one tenant, and public ones")
     pinned_percent: int = setting(50, Count(0, 100), "of a pool, what named prefixes may hold")
-    server_key_file: str = setting(
-        "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
-    )
     preemption: str = setting(
         "auto", Choice(("auto", "swap", "recompute")), "where blocks run out; auto: what is predicted to cost less"
     )
-    redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
     advertise: str = setting(
         "", Text("URL"), "where gateways reach the REST API, where `host` does not say it, as http://10.0.0.7:8000"
     )
-    max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
-    max_header: int = setting(8190, Size(1024), MAX_HEADER)
-    max_url: int = setting(8190, Size(1024), MAX_URL)
     max_step_tokens: int = setting(
         512, Count(1, 1 << 20), "token positions in one step; long prompts run in such chunks"
     )
@@ -184,10 +196,8 @@ class ControllerSettings(Settings):
         15.0, Duration(0.05, 3600.0), "work without progress for so long turns /health 503"
     )
     recovery_seconds: float = setting(60.0, Duration(0.0, 86400.0), "how long requests wait for a worker to come back")
-    drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
     log_requests: bool = setting(False, Switch(), "a line for each request that ends; without it, for those that fail")
     log_text: bool = setting(False, Switch(), "prompts and answers in the lines about requests; without it, never")
-    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
     trace_to: str = setting(
         "", Text("URL"), "OTLP/HTTP collector of spans, as http://127.0.0.1:4318; empty: no tracing"
     )
@@ -196,16 +206,11 @@ class ControllerSettings(Settings):
     )
     trace_every: int = setting(0, Count(0, 1 << 30), "one step in so many becomes a span of its own; 0: none")
     vllm_metric_names: bool = setting(False, Switch(), "in /metrics, also the names that dashboards for vLLM know")
-    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
     def faults(self) -> Iterable[tuple[str, str]]:
         yield from super().faults()
         if self.silence_seconds < 2 * self.beat_seconds:
             yield "silence_seconds", f"must be at least twice beat_seconds; give {2 * self.beat_seconds:g}s or more"
-        yield from _tls_faults(self.tls_certificate, self.tls_key)
-        origins = [origin.strip() for origin in self.cors_origins.split(",") if origin.strip()]
-        if not all(re.fullmatch(r"\*|https?://[^/\s]+/?", origin) for origin in origins):
-            yield "cors_origins", "must be origins without a path, as https://chat.example,http://localhost:3000, or *"
         if self.advertise and not self.advertise.startswith(("http://", "https://")):
             yield "advertise", "must be an address of the REST API, as http://10.0.0.7:8000"
 
@@ -290,36 +295,16 @@ class ServeSettings(WorkerSettings, ControllerSettings):
 
 
 @dataclass(frozen=True)
-class GatewaySettings(Settings):
-    """A door before several controllers. Settings that a controller has too mean the same."""
+class GatewaySettings(DoorSettings):
+    """A door before several controllers."""
 
-    model: str = setting("", Text("MODEL"), MODEL, required=True)
-    revision: str = setting("", Text("REVISION"), REVISION)
-    served_model_name: str = setting("", Text("NAME"), "what clients call the model; empty: the model's own name")
-    host: str = setting("127.0.0.1", Text("ADDRESS"), "address of the REST API; beyond loopback it wants API keys")
-    port: int = setting(8000, Count(0, 65535, "PORT"), "port of the REST API; 0: any free one, which is printed")
-    api_key_file: str = setting("", Text("FILE"), "file of API keys; empty: none, which only loopback allows")
-    tls_certificate: str = setting("", Text("FILE"), TLS_CERTIFICATE)
-    tls_key: str = setting("", Text("FILE"), TLS_KEY)
     controllers: str = setting("", Text("URL,URL"), "REST APIs of controllers, beside those that the registry knows")
-    redis: str = setting("", Text("URL"), "prefix registry for several controllers; empty: none")
-    server_key_file: str = setting(
-        "", Text("FILE"), "random bytes (16 or more) that salts and signatures come from; empty: drawn anew"
-    )
-    max_body: int = setting(8 << 20, Size(1024), MAX_BODY)
-    max_header: int = setting(8190, Size(1024), MAX_HEADER)
-    max_url: int = setting(8190, Size(1024), MAX_URL)
-    stalled_seconds: float = setting(60.0, Duration(0.0, 86400.0), STALLED)
     lost_seconds: float = setting(
         5.0, Duration(0.05, 600.0), "a controller that answers nothing for so long is lost, and so are its streams"
     )
-    drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
-    log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
-    log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")
 
     def faults(self) -> Iterable[tuple[str, str]]:
         yield from super().faults()
-        yield from _tls_faults(self.tls_certificate, self.tls_key)
         if not self.controllers and not self.redis:
             yield "controllers", "there is nobody to send requests to; give --controllers, or --redis"
         if not all(url.strip().startswith(("http://", "https://")) for url in self.controllers.split(",") if url):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
+from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.readers import Readers
 from kilburn.controller.gateway.door import Door, door_application
 from kilburn.controller.gateway.fleet import Fleet
@@ -92,7 +93,7 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         forwarder = Forwarder(session, fleet)
         metrics = GatewayMetrics(GatewaySources(fleet, forwarder.counters, registry.counters))
         door = Door(fleet, forwarder, prompts, metrics)
-        app = door_application(door, keyring, settings.max_body)
+        app = door_application(door, keyring, settings.max_body, Origins(settings.cors_origins))
         Readers(settings.stalled_seconds, forwarder.counters.stall).watch_all(app)
         runner = runner_of(app, settings.max_url, settings.max_header)
         registry.listen(prompts.heard)

@@ -1,6 +1,7 @@
 """The gateway's own door: who may come in, what is passed on, what is answered here.
 
     /v1/..., /tokenize, /detokenize    passed on, with the client's key: controllers have the last word on it
+    /docs, /openapi.json               passed on: what is served is what controllers serve
     /health, /ready, /live, /metrics   of the gateway itself
 
 The same guard as a controller's stands here, with the same file of keys, so that a stranger costs no controller
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from kilburn.controller.api.checks import read_json
+from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.errors import ApiError, every_error
 from kilburn.controller.api.guard import TENANT, Access, Guard
 from kilburn.controller.api.malformed import SERVER_NAME
@@ -41,6 +43,10 @@ class Door:
             raise ApiError(503, "the gateway is shutting down", code="shutting_down")
         body = await request.read()
         return await self.forwarder.answer(request, body, await self._members(request, body))
+
+    async def open_page(self, request: web.Request) -> web.StreamResponse:
+        """What anybody may read, of whichever controller has the least to do."""
+        return await self.forwarder.answer(request, b"", self.fleet.order(0, {}))
 
     async def _members(self, request: web.Request, body: bytes) -> list[Member]:
         """Whom to ask, the best first: by prefix and load where there is a prompt, else by load."""
@@ -101,21 +107,29 @@ def _told(is_so: bool, reason: str) -> web.Response:
     return web.json_response({"status": "unavailable", "reason": reason}, status=503)
 
 
-def door_application(door: Door, keyring: Keyring, max_body_bytes: int) -> web.Application:
+def door_application(door: Door, keyring: Keyring, max_body_bytes: int, origins: Origins) -> web.Application:
     table = [
         ("*", "/v1/{rest:.+}", door.forward, Access.TENANT),
         ("POST", "/tokenize", door.forward, Access.TENANT),
         ("POST", "/detokenize", door.forward, Access.TENANT),
+        ("GET", "/openapi.json", door.open_page, Access.OPEN),
+        ("GET", "/docs", door.open_page, Access.OPEN),
         ("GET", "/metrics", door.figures, Access.METRICS),
         ("GET", "/health", door.health, Access.OPEN),
         ("GET", "/ready", door.ready, Access.OPEN),
         ("GET", "/live", door.live, Access.OPEN),
     ]
-    guard = Guard(keyring, {handler: access for _, _, handler, access in table})
-    app = web.Application(client_max_size=max_body_bytes, middlewares=[every_error, guard.middleware()])
+    guard = Guard(keyring, {handler: access for _, _, handler, access in table}, origins)
+    middlewares = [origins.middleware(), every_error, guard.middleware()]
+    app = web.Application(client_max_size=max_body_bytes, middlewares=middlewares)
     for method, path, handler, _ in table:
         app.router.add_route(method, path, handler)
     app.on_response_prepare.append(_sign)
+
+    async def sign_for_page(request: web.Request, response: web.StreamResponse) -> None:
+        origins.sign(request, response)
+
+    app.on_response_prepare.append(sign_for_page)
     return app
 
 

@@ -33,6 +33,7 @@ ASKED = (
 TOLD = (
     *("Content-Type", "Cache-Control", "Retry-After", "X-Request-Id", "X-Kilburn-Requests", "X-Accel-Buffering"),
     *("WWW-Authenticate", "Allow", "Warning", "Server-Timing"),
+    *("Content-Security-Policy", "Referrer-Policy", "X-Content-Type-Options"),  # of the page of the API
 )
 
 

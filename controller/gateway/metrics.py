@@ -52,6 +52,8 @@ SERVICE: tuple[Figure[GatewaySources], ...] = (
     Figure("hit_tokens", COUNTER, "of these, tokens that the controller asked first was said to have computed", (),
            single(lambda s: s.forwarded.hit_tokens)),
     Figure("registry_up", GAUGE, "1 when the prefix registry answers", (), single(lambda s: s.registry.is_up)),
+    Figure("registry_lookups", COUNTER, "blocks that the registry was asked about, by what it knew", ("result",),
+           lambda s: [(("hit",), s.registry.hits), (("miss",), s.registry.misses)]),
     Figure("registry_failures", COUNTER, "turns and questions that the prefix registry did not answer", (),
            single(lambda s: s.registry.failures)),
     Figure("registry_ignored", COUNTER, "entries of the registry that were not signed, or made no sense", (),

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kilburn.controller.gateway import prompts
 from kilburn.controller.gateway.app import RunningGateway, running_gateway
 from kilburn.controller.gateway.events import EventCutter, is_for_another, is_opening
 from kilburn.controller.gateway.fleet import Fleet, Lost
@@ -26,6 +27,7 @@ from tests.api.world import SPOKEN, World, served, text_after
 from tests.system.redis_server import RedisServer
 
 PROMPT = SPOKEN[:120]
+CHAT_PAGE = "https://chat.example"
 COMPLETION = {"prompt": PROMPT, "max_tokens": 5}
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5}
 
@@ -77,8 +79,9 @@ def asked_of(world: World) -> int:
     return sum(world.driver.streams.counts.finished.values())
 
 
-async def test_requests_go_where_their_beginning_is_computed(tmp_path: Path) -> None:
+async def test_requests_go_where_their_beginning_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By names that the gateway works out as the controllers do: a tenant's own salt, a template, a public prefix."""
+    monkeypatch.setattr(prompts, "ASK_S", 10.0)  # however slow this machine is, the registry is waited for
     (tmp_path / "server.key").write_bytes(b"0123456789abcdef")
     for name in "abg":
         (tmp_path / name).mkdir()
@@ -94,10 +97,11 @@ async def test_requests_go_where_their_beginning_is_computed(tmp_path: Path) -> 
                 return int(whole["usage"]["prompt_tokens_details"]["cached_tokens"])
 
             async def told(world: World) -> None:
+                """Redis has every hint and name that there was to tell."""
                 registry = world.driver.registry
                 assert isinstance(registry, RedisRegistry)
-                await until(lambda: not registry._hints and registry.counters.sent > 0)
-                await asyncio.sleep(0.2)  # a batch on its way
+                num_told = world.driver.engine.snapshot().groups[0].cached_blocks
+                await until(lambda: not registry._hints and not registry._names and registry.counters.sent >= num_told)
 
             public = {"name": "all", "text": SPOKEN[60:180], "public": True}
             for path, body, key in (
@@ -151,10 +155,8 @@ async def test_without_a_registry_load_is_spread_and_what_fails_is_passed_by(tmp
     key.write_bytes(b"0123456789abcdef")
     async with served(tmp_path / "a", delay_s=0.01) as a, served(tmp_path / "b", delay_s=0.01) as b:
         addresses = [a.url, b.url, "http://127.0.0.1:1"]
-        async with fronted(tmp_path / "g", addresses, redis="redis://127.0.0.1:1", server_key_file=str(key)) as (
-            gateway,
-            client,
-        ):
+        settings = {"redis": "redis://127.0.0.1:1", "server_key_file": str(key), "cors_origins": CHAT_PAGE}
+        async with fronted(tmp_path / "g", addresses, **settings) as (gateway, client):
             await settle(gateway, 2)
             answers = await asyncio.gather(*(client.ask("/v1/completions", COMPLETION) for _ in range(16)))
             assert {(status, whole["choices"][0]["text"]) for status, whole, _ in answers} == {(200, text_after(5))}
@@ -175,6 +177,18 @@ async def test_without_a_registry_load_is_spread_and_what_fails_is_passed_by(tmp
             assert (await client.ask("/health", None, "GET"))[0] == 200
             assert (await client.ask("/ready", None, "GET"))[0] == 200
             assert (await client.ask("/debug/requests/1", None, "GET"))[0] == 404  # for who runs a controller
+            # What a client of a controller has, a client of a gateway has: the API's own document, and pages that ask.
+            for path in ("/openapi.json", "/docs"):
+                page, own = [await client.session.get(url + path) for url in (client.url, a.url)]
+                assert (page.status, await page.text()) == (200, await own.text()), path
+                for name in ("Content-Type", "Content-Security-Policy"):
+                    assert page.headers.get(name) == own.headers.get(name), (path, name)
+            asking = {"Origin": CHAT_PAGE, "Access-Control-Request-Method": "POST"}
+            allowed = await client.session.options(client.url + "/v1/chat/completions", headers=asking)
+            assert (allowed.status, allowed.headers["Access-Control-Allow-Origin"]) == (204, CHAT_PAGE)
+            _, _, headers = await client.ask("/v1/completions", COMPLETION, Origin=CHAT_PAGE)
+            assert headers.getall("Access-Control-Allow-Origin") == [CHAT_PAGE]
+            assert (await client.ask("/v1/completions", COMPLETION, Origin="https://other.example"))[0] == 403
             text = await (await client.session.get(client.url + "/metrics")).text()
             assert 'kilburn_gateway_controllers{state="ready"} 2.0' in text
             assert 'kilburn_gateway_controllers{state="unready"} 1.0' in text or 'state="lost"} 1.0' in text
