@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from bench.paper_real import Measured, fitted
+from bench.paper_real import Measured, fitted, simulated
 from kilburn.controller import cli
 from kilburn.controller.capacity import cases, cluster_of, recommended, simulate, together
 from kilburn.controller.core.engine import Engine
@@ -384,6 +384,37 @@ def test_prices_are_found_again_in_steps_that_were_made_by_them() -> None:
     # Where something costs nothing, noise makes it no price below nothing.
     free = fitted(Measured(loads, [1e-3 * rng.uniform(0.9, 1.1) for _ in loads]))
     assert min(free.fixed_s, free.row_s, free.cell_s, free.token_s, free.pair_s) >= 0
+
+
+def test_prices_fitted_to_one_load_tell_what_others_take() -> None:
+    """The calibration, over a machine that is no sum of prices: steps of a roofline, each off by up to a tenth."""
+    shape = known_shape("llama-2-7b", "float16", 1)
+    assert shape is not None
+    layout = layout_for(shape, 16, "float16")
+    # So slow in products that a batch of some rows is bound by them, as on a CPU.
+    slow = replace(DEVICES["a10-24gb"], flops=8e12)
+    real, rng = Roofline(slow, Reach(), shape, layout, "float16", 1), Random(3)
+    setup = Setup(layout, Linear(), 120, max_rows=64, max_step_tokens=256, max_len=256)
+    lengths = [Asked(None, rng.randint(5, 120), rng.randint(10, 80)) for _ in range(40)]
+    loads, seconds = list[Load](), list[float]()
+
+    class Uneven:
+        def seconds(self, load: Load) -> tuple[float, float]:
+            took_s = real.seconds(load)[1] * rng.uniform(0.9, 1.1)
+            loads.append(replace(load))
+            seconds.append(took_s)
+            return 0.0, took_s
+
+    uneven = replace(setup, machine=Uneven())
+    together = outcome(uneven, [replace(one, at_s=0.0) for one in lengths])
+    prices = fitted(Measured(list(loads), list(seconds)))
+    for pace in (0.5, 1.0, 2.0):
+        rate = pace * len(lengths) / together.seconds
+        asked = poisson(lengths, rate, len(lengths) / rate, seed=5)
+        truth, found = outcome(uneven, asked), simulated(setup, prices, asked)
+        assert found.seconds == pytest.approx(truth.seconds, rel=0.15)
+        assert found.normalized_s["mean"] == pytest.approx(truth.normalized_s["mean"], rel=0.15)
+        assert found.mean_rows == pytest.approx(truth.mean_rows, rel=0.15)
 
 
 class Kept:
