@@ -109,9 +109,8 @@ def land_steady(scheduler: Scheduler, now: float, record: Record) -> None:
     epochs = list(flight.epochs)
     for i, sequence in enumerate(flight.sequences):
         computed, group = sequence.num_computed + 1, sequence.group
-        is_plain = type(group) is Group and group.num_draws == 1 and group.departure is None and not sequence.followers
-        is_decode = len(sequence.tokens) == computed > sequence.num_prompt and not sequence.stop_ids
-        if is_plain and is_decode and sequence.epoch == epochs[i] and computed % size and computed < sequence.limit:
+        is_plain = sequence.is_steady and group.departure is None and not sequence.stop_ids
+        if is_plain and sequence.epoch == epochs[i] and computed % size and computed < sequence.limit:
             sequence.num_computed = computed
             sequence.tokens.append(TOKEN)
             epochs[i] = OVER
