@@ -53,7 +53,7 @@ from kilburn.controller.story import Chronicle
 from kilburn.controller.streams import Streams
 from kilburn.controller.text import Text
 from kilburn.controller.tracing import Tracing
-from kilburn.shared.messages import FromController, Hello, StepPlan, StepResult
+from kilburn.shared.messages import FromController, Hello, StepPlan, StepResult, Welcome
 from kilburn.shared.types import LawBroken
 
 log = logging.getLogger("kilburn")
@@ -123,15 +123,17 @@ class Driver:
         """From the link: what peers sent, in order."""
         for event in events:
             if type(event) is Arrived and type(event.message) is Hello:
-                self._note_hello(event.peer, event.message)
+                self.processes.present(event.peer, event.message)
             elif self.tracing is not None and type(event) is Arrived and type(event.message) is StepResult:
                 self.onlookers.tell(self.tracing.landed, event.message, self._loop.time())
             self.post(event)
 
-    def _note_hello(self, peer: bytes, hello: Hello) -> None:
-        self.vocab_size, self.model_digest = hello.vocab_size, hello.model_digest
-        self.retired.discard(hello.name)
-        self.processes.present(peer, hello)
+    def _welcomed(self, peer: bytes) -> None:
+        """Only now is it true here what its Hello said: one that is rejected may serve another model."""
+        hello = self.processes.hello(peer)
+        if hello is not None:
+            self.vocab_size, self.model_digest = hello.vocab_size, hello.model_digest
+            self.retired.discard(hello.name)
 
     def retire(self, group: str) -> None:
         """Have a worker group leave. It is missed by nobody until its worker says Hello again."""
@@ -176,6 +178,8 @@ class Driver:
             self.streams.perform(effect, now)
         elif type(effect) is Send:
             self.send(effect.peer, effect.message)
+            if type(effect.message) is Welcome:
+                self._welcomed(effect.peer)
             if self.tracing is not None and type(effect.message) is StepPlan:
                 self.onlookers.tell(self.tracing.sent, effect.message, now)
         elif type(effect) is Stuck:

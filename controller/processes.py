@@ -31,16 +31,20 @@ class Processes:
         self._loop = asyncio.get_running_loop()
         self._patience_s = patience_s
         self._peers: dict[Process, bytes] = {}
+        self._hellos: dict[bytes, Hello] = {}  # of each of these peers
         self._absent: dict[Process, asyncio.TimerHandle] = {}
         self.on_stuck: Callable[[str, int, str], None] = lambda name, pid, reason: None  # until somebody watches
 
     def present(self, peer: bytes, hello: Hello) -> None:
         process = hello.name, hello.pid
-        self._expect_no_more(process)
-        self._peers.pop(process, None)  # so that the newest are last
-        self._peers[process] = peer
+        self._forget(process)  # so that the newest are last
+        self._peers[process], self._hellos[peer] = peer, hello
         if len(self._peers) > MOST_PROCESSES:
             self._forget(next(iter(self._peers)))
+
+    def hello(self, peer: bytes) -> Hello | None:
+        """What it said of itself, if it is remembered."""
+        return self._hellos.get(peer)
 
     def absent(self, peers: Sequence[bytes], reason: str) -> None:
         """The lease of these is over since they say nothing, or do not answer."""
@@ -67,4 +71,7 @@ class Processes:
 
     def _forget(self, process: Process) -> bytes | None:
         self._expect_no_more(process)
-        return self._peers.pop(process, None)
+        peer = self._peers.pop(process, None)
+        if peer is not None:
+            self._hellos.pop(peer, None)
+        return peer

@@ -118,6 +118,16 @@ async def test_a_second_worker_of_one_name_waits_until_the_first_is_gone(tmp_pat
         await asyncio.gather(serving, return_exceptions=True)
 
 
+async def test_a_worker_that_is_rejected_changes_nothing(tmp_path: Path) -> None:
+    """Not what the server knows of its model, though it says Hello as any other."""
+    async with served(tmp_path) as world:
+        known = world.driver.vocab_size, world.driver.model_digest
+        other = FakeDaemon(world.running.endpoint, fake_hello("other", model_digest=b"?" * 32, vocab_size=7))
+        await asyncio.wait_for(other.run(), 30)
+        assert "another model" in other.faults[0]
+        assert (world.driver.vocab_size, world.driver.model_digest) == known
+
+
 async def test_a_bad_row_fails_one_request_only(tmp_path: Path) -> None:
     async with served(tmp_path, delay_s=0.005) as world:
         good = asyncio.ensure_future(world.post(COMPLETION, {"prompt": "x", "max_tokens": 40}))
