@@ -15,7 +15,9 @@ from typing import Any
 
 import aiohttp
 
-HUNG_S = 120.0  # nobody may be left waiting for so long
+# Nobody may be left waiting for so long: a gateway tries three controllers, and each keeps a request for its
+# --recovery-seconds, 60 here.
+HUNG_S = 240.0
 LEAVE_SHARE = 0.1  # of requests whose client goes away before the end
 WORDS = "the paged memory of a server holds what was read and what was said in blocks that are shared until written"
 
