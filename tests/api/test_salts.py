@@ -19,8 +19,9 @@ def with_keys(folder: Path) -> dict[str, Any]:
     return {"api_key_file": str(file)}
 
 
-async def cached(world: World, key: str = "", **fields: Any) -> int:
+async def cached(world: World, key: str = "", named: str = "", **fields: Any) -> int:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers |= {"X-Request-Id": named} if named else {}
     body = {"prompt": PROMPT, "max_tokens": 2, **fields}
     status, whole = await world.post("/v1/completions", body, headers=headers)
     assert status == 200, whole
@@ -35,6 +36,22 @@ async def test_a_tenant_finds_its_own_blocks_and_never_those_of_another(tmp_path
         assert await cached(world, BOB) == 0
         assert await cached(world, BOB) > 0
         assert await cached(world, ROOT) == 0
+
+
+async def test_a_prompt_of_somebody_elses_takes_the_steps_of_one_that_nobody_sent(tmp_path: Path) -> None:
+    """What a tenant could measure is what is computed for it: of a miss all, whoever sent the same before."""
+    async with served(tmp_path, settings=with_keys(tmp_path)) as world:
+
+        async def computed(key: str, name: str) -> list[str]:
+            await cached(world, key, name)
+            headers = {"Authorization": f"Bearer {ROOT}"}
+            async with world.session.get(f"{world.url}/debug/requests/{name}", headers=headers) as response:
+                (story,) = (await response.json())["requests"]
+            return [turn["text"].partition(" of ")[0] for turn in story["turns"] if turn["turn"] == "chunk"]
+
+        miss, hit, others = await computed(ALICE, "miss"), await computed(ALICE, "hit"), await computed(BOB, "others")
+        assert others == miss
+        assert hit != miss
 
 
 async def test_a_cache_salt_narrows_and_joins_nobody(tmp_path: Path) -> None:
