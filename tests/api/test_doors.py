@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import ssl
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ async def test_tls(tmp_path: Path) -> None:
         assert world.url.startswith("https://127.0.0.1:")
         status, whole = await world.post(COMPLETION, BODY, ssl=ours)
         assert (status, whole["choices"][0]["text"]) == (200, text_after(3))
+        streamed = BODY | {"stream": True, "max_tokens": 60}
+        async with world.session.post(world.url + COMPLETION, json=streamed, ssl=ours) as response:
+            lines = (await response.text()).split("\n")
+            text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
+            assert (text, lines[-3]) == (text_after(60), "data: [DONE]")
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await world.post(COMPLETION, BODY)  # signed by nobody that this client knows
         with pytest.raises(aiohttp.ClientError):

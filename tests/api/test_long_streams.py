@@ -101,6 +101,20 @@ async def test_a_fault_in_the_middle_of_a_stream_is_an_event_and_then_the_end(
         assert texts(await events(world, COMPLETION, {"prompt": "x", "max_tokens": 9})) == {0: text_after(9)}
 
 
+async def test_an_old_client_gets_its_stream_without_chunks_until_the_connection_ends(tmp_path: Path) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True}).encode()
+    async with served(tmp_path, delay_s=0.001) as world:
+        host, port = world.url.removeprefix("http://").rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST {COMPLETION} HTTP/1.0\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        head, _, told = (await reader.read()).decode().partition("\r\n\r\n")
+        writer.close()
+        assert "chunked" not in head
+        *frames, done, rest = told.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        assert texts([json.loads(frame.removeprefix("data: ")) for frame in frames]) == {0: text_after(60)}
+
+
 NUM_STREAMS, NUM_TOKENS = 1000, 6
 
 
