@@ -152,6 +152,7 @@ class Streams:
     def leave(self, answer: Answer) -> None:
         """Nobody waits for this answer any more. Frees whatever it still holds; no effect on one that is over."""
         self._answers.discard(answer)
+        self._told.pop(answer, None)
         self._give_up(answer)
 
     def _give_up(self, answer: Answer) -> None:
