@@ -55,9 +55,9 @@ class Timed:
 class Worker:
     """One worker group: its rows, and what is under way."""
 
-    def __init__(self, peer: bytes, hello: Hello, machine: Machine, seed: int) -> None:
+    def __init__(self, peer: bytes, hello: Hello, machine: Machine, seed: int, sure_share: float = 0.0) -> None:
         self.peer, self.hello, self.machine = peer, hello, machine
-        self.rows = QuickWorker(seed)
+        self.rows = QuickWorker(seed, sure_share)
         self.under = Under(deque(), deque())
 
     def work(self, plan: StepPlan, now: float) -> tuple[float, float]:

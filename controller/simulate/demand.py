@@ -64,6 +64,7 @@ class Decoding:
 
     n: int = 1
     beams: bool = False  # n of them, and all are returned
+    sure_share: float = 0.0  # of a beam's positions, at which one candidate is all but certain
     num_common: int = 0  # tokens with which every prompt begins, beside its own
     shares: bool = True  # equal prefixes may be found; otherwise each request is alone
     heavy_percent: int = 0  # of the requests, those of one tenant; all others are of another

@@ -2,7 +2,8 @@
 
 It checks nothing: for that there is `fake_worker`. Its Load is exact, so that a machine's model can say how long the
 step takes; its tokens are one and the same, but for beams, whose candidates have log probabilities drawn by seed: steps
-of an exponential, so that some beams die and some branch. Neither depends on anything but the plans.
+of an exponential, so that some beams die and some branch. At a share of positions one candidate is all but certain, as
+language models have it; there, every beam goes on. Nothing depends on anything but the plans and the seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,18 +15,19 @@ from kilburn.shared.sampling import Candidates
 
 TOKEN = 7
 FIRST_ID = 8  # of tokens in prompts
-BEAM_STEP = 1.0  # nats between one candidate and the next, in the mean
+BEAM_STEP = 1.0  # nats between one candidate and the next, in the mean; what happens does not depend on the scale
+SURE_STEPS = (0.01, 6.0)  # of the first two, where one is all but certain
 
 
 class QuickWorker:
     """Rows of one lease."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, sure_share: float = 0.0) -> None:
         self._computed: dict[int, int] = {}
         self._known: dict[int, int] = {}
         self._several: dict[int, int] = {}  # rows that return more than one token
         self._candidates: dict[int, int] = {}  # rows of beams
-        self._rng = Random(seed)
+        self._rng, self._sure_share = Random(seed), sure_share
 
     def run(self, plan: StepPlan) -> tuple[StepResult, Load]:
         load = Load(num_moved=len(plan.swaps_out) + len(plan.swaps_in), num_copied=len(plan.copies))
@@ -97,8 +99,10 @@ class QuickWorker:
             return
         ids = [FIRST_ID + i for i in range(count)]
         logprob, logprobs = 0.0, []
-        for _ in ids:
-            logprob -= self._rng.expovariate(1.0 / BEAM_STEP)
+        is_sure = self._sure_share and self._rng.random() < self._sure_share
+        for at in range(count):
+            is_given = is_sure and at < len(SURE_STEPS)
+            logprob -= SURE_STEPS[at] if is_given else self._rng.expovariate(1.0 / BEAM_STEP)
             logprobs.append(logprob)
         result.tokens.extend(ids)
         result.logprobs = (*result.logprobs, RowLogprobs(index, 1, tuple(ids), tuple(logprobs)))

@@ -134,7 +134,7 @@ def run_controller(
 ) -> tuple[Record, Tally]:
     """One engine with all groups of the setup. `tell` is called as each request comes."""
     workers = [
-        Worker(f"group-{number}".encode(), setup.hello(number), setup.machine, number)
+        Worker(f"group-{number}".encode(), setup.hello(number), setup.machine, number, setup.decoding.sure_share)
         for number in range(setup.num_groups)
     ]
     record, tally = Record(from_s=watch.from_s), Tally()

@@ -127,6 +127,7 @@ def test_where_memory_goes(folder: Path, tmp_path: Path) -> None:
     assert together[0] == pytest.approx(7.0, abs=0.2)  # what Max holds of 2,048 each, whatever comes
     assert together[0] <= together[1] <= together[2] + 0.5
     assert column(figures["13"], "slower steps")[3] > together[3]
+    assert len(figures["15"]["rows"]) == 18
     for row in figures["15"]["rows"]:
         assert 0 < float(row[3]) < 100 * (1 - 1 / int(row[2]))  # of so many sequences all but one at most
 
