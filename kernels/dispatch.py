@@ -23,7 +23,9 @@ from kilburn.kernels.contract import (
 
 if TYPE_CHECKING:
     from kilburn.kernels.cpu.int8_products import Int8Product
+    from kilburn.kernels.cpu.lookups import RowLookup
     from kilburn.kernels.cpu.products import PanelProduct, Product
+    from kilburn.kernels.cpu.recording import Recorder
 
 __all__ = [
     "Batch",
@@ -40,6 +42,8 @@ __all__ = [
     "kernels_for",
     "kv_forms",
     "product_over",
+    "recorder_of",
+    "row_lookup",
     "stopwatch_for",
 ]
 
@@ -71,6 +75,22 @@ def int8_product_over(weight: Tensor) -> "Product | None":
     bits a value. None where the weight has to stay as it is. Holds nothing of `weight`."""
     product = _int8_product()
     return None if product is None else product.over(weight)
+
+
+def row_lookup() -> "RowLookup | None":
+    """(table, ids) -> the rows of a table on the CPU in float32; None where nothing is better than torch's own."""
+    if not (find_spec("numba") and find_spec("llvmlite")):
+        return None
+    from kilburn.kernels.cpu.lookups import RowLookup
+    from kilburn.kernels.cpu.team import torch_openmp
+
+    return RowLookup(torch_openmp())
+
+
+def recorder_of(kernels: Kernels) -> "Recorder | None":
+    """Records a step of `kernels` on the CPU, to be asked for again as one launch; None where nothing can."""
+    make = getattr(kernels, "recorder", None)
+    return None if make is None else make()
 
 
 @cache

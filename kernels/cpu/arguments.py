@@ -47,6 +47,13 @@ Q_X, Q_OUT, Q_SCALES, Q_NUM_ROWS, Q_DEPTH, Q_X_STEP, Q_OUT_STEP, Q_GRAIN, Q_LEVE
     I_X, I_ROW_SCALES, I_PANELS, I_SCALES, I_BIAS, I_OUT,  # I_BIAS: zeros where there is none
     I_NUM_ROWS, I_NUM_PAIRS, I_NUM_PANELS, I_X_STEP, I_OUT_STEP,
 ) = range(3, 14)
+
+# -- rows of a table, by their numbers
+E_TABLE, E_IDS, E_OUT, E_NUM_IDS, E_NUM_ROWS, E_WIDTH, E_TABLE_STEP = range(3, 10)
+
+# -- a recorded step: a table of the words of its kernels, each with its function, and how many came and left
+S_TABLE, S_STEP, S_COUNT = range(3, 6)
+S_FUNCTION, S_IN, S_OUT = range(43, 46)  # beyond the words of any kernel
 # fmt: on
 
 # What attention and its launcher agree on.
@@ -97,6 +104,9 @@ class Words:
 
     def begin(self, *addresses: int) -> None:
         self._addresses.pack_into(self._held, 0, 0, 0, 0, *addresses)
+
+    def copied(self) -> bytes:
+        return bytes(self._held)
 
     def read(self, start: int, end: int) -> tuple[int, ...]:
         return struct.unpack_from(f"={end - start}q", self._held, 8 * start)

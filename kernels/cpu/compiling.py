@@ -9,7 +9,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit
 
-from kilburn.kernels.cpu import attention, int8_panels, panels, rows, vectors, writing
+from kilburn.kernels.cpu import attention, int8_panels, panels, rows, sequence, vectors, writing
 
 KERNELS = {
     "survey": lambda _kind: attention.survey.py_func,
@@ -19,6 +19,8 @@ KERNELS = {
     "kv_write_int8": lambda kind: writing.kv_write_kernel(kind, vectors.INT8),
     "rms_norm": rows.rms_norm_kernel,
     "silu_mul": rows.silu_mul_kernel,
+    "look_up": rows.look_up_kernel,
+    "sequence": sequence.sequence_kernel,
     "int8_panels": int8_panels.panels_kernel,
     "panels": panels.panels_kernel,
     "quantize_rows": int8_panels.quantize_rows_kernel,

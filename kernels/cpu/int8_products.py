@@ -13,7 +13,7 @@ from kilburn.kernels import checks
 from kilburn.kernels.cpu.arguments import INT8_PANEL, Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.products import Product
-from kilburn.kernels.cpu.team import Fork, Team
+from kilburn.kernels.cpu.team import TAPE, Fork, Team
 from kilburn.kernels.reference import WEIGHT_LEVELS, levels_for, quantized_rows
 
 ROW_GRAIN = 8  # rows that a thread quantizes at a time
@@ -74,15 +74,16 @@ class Int8Product:
     def _quantize_into(self, x: Tensor, depth: int) -> None:
         """Leaves the rows of x in `_rows`, int16, and their scales in `_scales`."""
         num_rows, step = x.shape[0], depth + depth % 2
-        if self._rows.numel() < num_rows * step:
+        is_recorded = TAPE.get() is not None  # what is recorded keeps its own
+        if self._rows.numel() < num_rows * step or is_recorded:
             self._rows = torch.empty(num_rows * step, dtype=torch.int16)
-        if self._scales.numel() < num_rows:
+        if self._scales.numel() < num_rows or is_recorded:
             self._scales = torch.empty(num_rows)
         words, key = self._quantize_words, (num_rows, depth, x.stride(0))
         if key != words.key:
             words.others(key, num_rows, depth, x.stride(0) * 4, step * 2, ROW_GRAIN, levels_for(depth))
         words.begin(x.data_ptr(), self._rows.data_ptr(), self._scales.data_ptr())
-        self._team.run(self._quantize, words.address, torch.get_num_threads() if num_rows > ROW_GRAIN else 1)
+        self._team.run(self._quantize, words, torch.get_num_threads() if num_rows > ROW_GRAIN else 1)
 
     def _run(self, panels: Int8Panels, out: Tensor, bias: Tensor | None) -> None:
         num_rows, num_pairs = out.shape[0], panels.held.shape[1]
@@ -98,4 +99,4 @@ class Int8Product:
             (panels.no_bias if bias is None else bias).data_ptr(),
             out.data_ptr(),
         )
-        self._team.run(self._multiply, words.address, torch.get_num_threads())
+        self._team.run(self._multiply, words, torch.get_num_threads())

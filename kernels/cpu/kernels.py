@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import e, log2
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from kilburn.kernels.cpu import arguments as words
 from kilburn.kernels.cpu import sampling
 from kilburn.kernels.cpu.arguments import Words
 from kilburn.kernels.cpu.objects import Objects
-from kilburn.kernels.cpu.team import Fork, Team
+from kilburn.kernels.cpu.recording import Recorder
+from kilburn.kernels.cpu.team import TAPE, Fork, Team
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as vectors.py numbers them
 KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "move_blocks")
@@ -34,12 +36,12 @@ class CpuKernels:
     """Kernels for tensors in the host's memory. `fork` starts threads (see team.py); None: Python's own."""
 
     def __init__(self, fork: Fork | None, folder: Path | None = None) -> None:
-        self._objects, self._team = Objects(folder), Team(fork)
+        self._fork, self._objects, self._team = fork, Objects(folder), Team(fork)
         self._addresses: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
         self._attention, self._write = Words(18, 22, 2), Words(8, 21)
         self._norm, self._silu, self._moves = Words(4, 6, 1), Words(4, 6, 1), Words(3, 6)
-        self._scratch, self._pieces, self._arrivals = Scratch(), Scratch(), Scratch()  # arrivals are left at zero
+        self._rooms = Rooms()
 
     @property
     def name(self) -> str:
@@ -59,7 +61,11 @@ class CpuKernels:
 
     def _run(self, name: str, kind: int, arguments: Words, num_values: int) -> None:
         num_threads = torch.get_num_threads() if num_values >= WORTH_SHARING else 1
-        self._team.run(self._address(name, kind), arguments.address, num_threads)
+        self._team.run(self._address(name, kind), arguments, num_threads)
+
+    def recorder(self) -> Recorder | None:
+        """Records what is asked of this set and of products; None where it has no threads of OpenMP."""
+        return None if self._fork is None else Recorder(self._fork, self._objects)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in KINDS or weight.dtype != x.dtype:
@@ -188,7 +194,7 @@ class CpuKernels:
     def _attend(self, kind: int, head_dim: int, group: int, out: Tensor, is_int8: bool) -> None:
         """Surveys, gives scratch, runs."""
         attention = self._attention
-        self._team.run(self._address("survey", kind), attention.address, 1)
+        self._team.run(self._address("survey", kind), attention, 1)
         fault, *_, num_units, num_values, num_cut_rows, num_arrivals, rows_start, rows_end = attention.read(
             words.FAULT, words.ROWS_END + 1
         )
@@ -198,12 +204,24 @@ class CpuKernels:
             out[:rows_start] = 0
             out[rows_end:] = 0
         num_threads = min(torch.get_num_threads(), num_units) if num_values >= WORTH_SHARING else 1
-        step = words.scratch_bytes(head_dim, group)
-        scratch, arrivals = self._scratch.address(max(num_threads, 1) * step), self._arrivals.address(8 * num_arrivals)
-        pieces = self._pieces.address(num_cut_rows * words.piece_bytes(head_dim))
+        step, rooms = words.scratch_bytes(head_dim, group), self._rooms
+        scratch_bytes = max(num_threads, 1) * step
+        if (tape := TAPE.get()) is not None:  # later contexts may be longer, and all threads come
+            rooms = Rooms()
+            tape.held.append(rooms)
+            scratch_bytes = torch.get_num_threads() * step
+            num_arrivals, num_cut_rows = self._most_cuts(out.shape[0], out.shape[1])
+        scratch, arrivals = rooms.scratch.address(scratch_bytes), rooms.arrivals.address(8 * num_arrivals)
+        pieces = rooms.pieces.address(num_cut_rows * words.piece_bytes(head_dim))
         attention.write(words.SCRATCH, scratch, step, pieces, arrivals)
         name = "attention_int8" if is_int8 else "attention"
-        self._team.run(self._address(name, kind), attention.address, num_threads)
+        self._team.run(self._address(name, kind), attention, num_threads)
+
+    def _most_cuts(self, num_tokens: int, num_heads: int) -> tuple[int, int]:
+        """Arrivals and rows of cut units, where contexts are as long as their tables."""
+        (block_size,) = self._attention.read(words.BLOCK_SIZE, words.BLOCK_SIZE + 1)
+        (max_blocks,) = self._attention.read(words.MAX_BLOCKS, words.MAX_BLOCKS + 1)
+        return num_tokens * num_heads, num_tokens * num_heads * (max_blocks * block_size // words.CUT + 1)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         self.swap_blocks(pool, pool, pairs)
@@ -233,14 +251,22 @@ class Scratch:
     """Memory that is kept, grows, and begins at a cache line; zeros when it is new."""
 
     def __init__(self) -> None:
-        self._num_bytes, self._address, self._held = -1, 0, torch.empty(0)
+        self._num_bytes, self._address, self._held = -1, 0, np.zeros(0, np.uint8)
 
     def address(self, num_bytes: int) -> int:
         if num_bytes > self._num_bytes:
             self._num_bytes = 2 * num_bytes
-            self._held = torch.zeros(self._num_bytes + 64, dtype=torch.uint8)
-            self._address = -(-self._held.data_ptr() // 64) * 64
+            self._held = np.zeros(self._num_bytes + 64, np.uint8)
+            self._address = -(-self._held.ctypes.data // 64) * 64
         return self._address
+
+
+class Rooms:
+    """What attention works in."""
+
+    def __init__(self) -> None:
+        self.scratch, self.pieces = Scratch(), Scratch()
+        self.arrivals = Scratch()  # left at zero
 
 
 def _scales_key(kv: Tensor, scales: Tensor | None) -> tuple[object, ...]:

@@ -24,6 +24,7 @@ SOURCES = (
     "int8_panels",
     "panels",
     "rows",
+    "sequence",
     "simd",
     "vectors",
     "writing",

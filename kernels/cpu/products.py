@@ -62,7 +62,9 @@ class PanelProduct:
             raise ValueError(f"x {checks.said(x)}: want float32")
         num_rows, num_outputs = x.shape[0], panels.num_panels * PANEL
         out = torch.empty((num_rows, num_outputs), dtype=torch.float32)
-        start = panels.no_bias if bias is None else F.pad(bias, (0, num_outputs - panels.num_outputs))
+        start = panels.no_bias if bias is None else bias
+        if len(start) < num_outputs:
+            start = F.pad(start, (0, num_outputs - len(start)))
         kind, key = KINDS[panels.held.dtype], (num_rows, panels.depth, num_outputs, x.stride(0))
         with self._lock:
             words = self._words
@@ -71,5 +73,5 @@ class PanelProduct:
             if key != words.key:
                 words.others(key, num_rows, panels.depth, panels.num_panels, x.stride(0) * 4, num_outputs * 4)
             words.begin(x.data_ptr(), panels.held.data_ptr(), start.data_ptr(), out.data_ptr())
-            self._team.run(self._functions[kind], words.address, torch.get_num_threads())
+            self._team.run(self._functions[kind], words, torch.get_num_threads())
         return out if num_outputs == panels.num_outputs else out[:, : panels.num_outputs].contiguous()

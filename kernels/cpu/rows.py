@@ -1,4 +1,4 @@
-"""Norms and the activation on the CPU: one pass over each row while it is in the nearest cache.
+"""Norms, the activation and embeddings on the CPU: one pass over each row while it is in the nearest cache.
 
 A thread takes R_GRAIN rows at a time. Sums run in float32; each element is rounded to its type once, when it is stored.
 """
@@ -10,6 +10,14 @@ import numpy as np
 from numba import njit
 
 from kilburn.kernels.cpu.arguments import (
+    E_IDS,
+    E_NUM_IDS,
+    E_NUM_ROWS,
+    E_OUT,
+    E_TABLE,
+    E_TABLE_STEP,
+    E_WIDTH,
+    FAULT,
     R_EPS,
     R_GRAIN,
     R_NUM_ROWS,
@@ -22,8 +30,8 @@ from kilburn.kernels.cpu.arguments import (
     R_X_STEP,
     TAKEN,
 )
-from kilburn.kernels.cpu.simd import exp2, fetch_add, load_one, number, store_one
-from kilburn.kernels.cpu.vectors import ELEMENT_BYTES, FAST
+from kilburn.kernels.cpu.simd import exp2, fetch_add, int64s, load_one, number, store_one
+from kilburn.kernels.cpu.vectors import ELEMENT_BYTES, F32, FAST
 
 LOG2_E = np.float32(math.log2(math.e))
 
@@ -82,3 +90,22 @@ def silu_mul_kernel(kind: int) -> Any:
                 one_row(a, row)
 
     return silu_mul
+
+
+def look_up_kernel(kind: int) -> Any:
+    """out [ids, width] float32 = the rows of a table that ids name; zeros for what it has not, and a fault."""
+
+    def look_up(a):
+        while True:
+            index = fetch_add(a, TAKEN, 1)
+            if index >= a[E_NUM_IDS]:
+                return
+            row, out = int64s(a[E_IDS])[index], a[E_OUT] + index * a[E_WIDTH] * 4
+            is_known = 0 <= row < a[E_NUM_ROWS]
+            if not is_known:
+                a[FAULT], row = 1 + index, 0
+            for i in range(a[E_WIDTH]):
+                value = load_one(a[E_TABLE] + row * a[E_TABLE_STEP], i, kind)
+                store_one(out, i, value if is_known else np.float32(0), F32)
+
+    return look_up

@@ -9,12 +9,27 @@ fight with the first for the cores. Where torch came without that library, plain
 import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch  # first: its OpenMP library must be the one in the process
 
+from kilburn.kernels.cpu.arguments import Words
+
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Fork = Callable[[int, int, int, int], None]
+
+
+@dataclass(slots=True)
+class Tape:
+    """The launches that were made while it was set, and what must live as long as they may be made again."""
+
+    launches: list[tuple[int, bytes]] = field(default_factory=list)  # a function, and a copy of its words
+    held: list[object] = field(default_factory=list)
+
+
+TAPE: ContextVar[Tape | None] = ContextVar("TAPE", default=None)
 
 
 class Team:
@@ -29,8 +44,11 @@ class Team:
     def name(self) -> str:
         return "Python threads" if self._fork is None else "torch's OpenMP threads"
 
-    def run(self, function: int, arguments: int, num_threads: int) -> None:
+    def run(self, function: int, words: Words, num_threads: int) -> None:
         """Enters the function at an address, on at most `num_threads` threads; returns when all have left."""
+        arguments = words.address
+        if (tape := TAPE.get()) is not None:
+            tape.launches.append((function, words.copied()))
         if num_threads > 1 and self._fork is not None:
             self._fork(function, arguments, num_threads, 0)
             return

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import int8_product_over, product_over
+from kilburn.kernels.dispatch import int8_product_over, product_over, row_lookup
 from kilburn.shared.model_files import ModelRefused
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.parallel import Ranks
@@ -104,12 +104,15 @@ def owned(weight: Tensor, form: Form) -> Tensor:
 class Embedding:
     """ids [T] -> [T, width] in `dtype`. The table keeps the dtype of its file."""
 
-    __slots__ = ("_dtype", "_table")
+    __slots__ = ("_dtype", "_lookup", "_table")
 
     def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
         self._table, self._dtype = table, dtype
+        self._lookup = row_lookup() if packs(Form(table.device, dtype)) else None
 
     def __call__(self, ids: Tensor) -> Tensor:
+        if self._lookup is not None and self._lookup.takes(self._table):
+            return self._lookup(self._table, ids)
         return F.embedding(ids, self._table).to(self._dtype)
 
 
