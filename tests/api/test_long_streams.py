@@ -35,9 +35,9 @@ async def test_a_long_silence_is_broken_by_comments_and_by_nothing_else(tmp_path
 
 
 @contextlib.asynccontextmanager
-async def unread(world: World, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
-    """A stream whose client reads nothing, over a socket that holds little."""
-    host, port = world.url.removeprefix("http://").rsplit(":", 1)
+async def unread(url: str, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
+    """A stream whose client reads nothing, over a socket that holds little. The server is in this process."""
+    host, port = url.removeprefix("http://").rsplit(":", 1)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     sock.setblocking(False)
@@ -47,7 +47,9 @@ async def unread(world: World, body: dict[str, Any]) -> AsyncIterator[socket.soc
         head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, head.encode())
-        await world.until(lambda: any(_is_of(transport, sock) for transport in loop._transports.values()))
+        async with asyncio.timeout(5.0):
+            while not any(_is_of(transport, sock) for transport in loop._transports.values()):
+                await asyncio.sleep(0.005)
         (server,) = [transport for transport in loop._transports.values() if _is_of(transport, sock)]
         server.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
         await loop.sock_sendall(sock, data)
@@ -63,7 +65,7 @@ async def test_a_reader_that_does_not_read_holds_up_nobody_and_gets_it_all_in_th
     num_tokens = 1500  # more than the buffers between here and there take
     async with (
         served(tmp_path, worker={"num_blocks": 1024, "max_len": 2048}) as world,
-        unread(world, {"prompt": "x", "max_tokens": num_tokens}) as sock,
+        unread(world.url, {"prompt": "x", "max_tokens": num_tokens}) as sock,
     ):
         streams = world.driver.streams
         await world.until(lambda: streams.counts.output_tokens == num_tokens, within_s=30.0)

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from kilburn.controller.api.readers import Readers
 from tests.api.test_answers import COMPLETION
+from tests.api.test_gateway import fronted, settle
 from tests.api.test_long_streams import unread
 from tests.api.world import served, text_after
 
@@ -96,7 +97,7 @@ async def test_a_stream_that_nobody_reads_ends_and_leaves_nothing(
     settings = {"stalled_seconds": 0.2}
     async with served(tmp_path, worker={"num_blocks": 1024, "max_len": 2048}, settings=settings) as world:
         streams = world.driver.streams
-        async with unread(world, {"prompt": "x", "max_tokens": 1500}) as sock:
+        async with unread(world.url, {"prompt": "x", "max_tokens": 1500}) as sock:
             await world.until(lambda: streams.counts.stalled == 1, within_s=30.0)
             await world.until(lambda: streams.num_answers == 0)
             assert streams.outbox_characters() == 0
@@ -108,3 +109,16 @@ async def test_a_stream_that_nobody_reads_ends_and_leaves_nothing(
             assert "kilburn_clients_stalled_total 1.0" in await response.text()
         async with world.session.post(world.url + COMPLETION, json={"prompt": "x", "max_tokens": 9}) as response:
             assert json.loads(await response.read())["choices"][0]["text"] == text_after(9)
+
+
+async def test_a_gateway_gives_them_up_too_and_so_does_the_controller_behind_it(tmp_path: Path) -> None:
+    for name in "cg":
+        (tmp_path / name).mkdir()
+    async with (
+        served(tmp_path / "c", worker={"num_blocks": 1024, "max_len": 2048}) as world,
+        fronted(tmp_path / "g", [world.url], stalled_seconds=0.2) as (gateway, client),
+    ):
+        await settle(gateway, 1)
+        async with unread(client.url, {"prompt": "x", "max_tokens": 1500}):
+            await world.until(lambda: gateway.door.forwarder.counters.stalled == 1, within_s=30.0)
+            await world.until(lambda: world.driver.streams.num_answers == 0)
