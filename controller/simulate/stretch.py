@@ -8,7 +8,8 @@ and for so many steps as nobody ends, no block must be taken from anybody, and n
 behind is what k turns would leave: tokens, progress, blocks taken and named in the same order, flights, counters, and
 what the worker has shown to take. tests/sim/test_stretch.py compares the two, state by state. It knows the engine from
 the inside, as nothing else here does; but for the hints on names, which come together at the end of a stretch, nobody
-can tell.
+can tell. Where others begin or end, a step is a turn of the engine; but of those who merely go on it hears nothing
+(`land_steady`).
 """
 
 from collections import Counter, deque
