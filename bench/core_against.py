@@ -85,7 +85,7 @@ def prompt_of(index: int, num_tokens: int) -> list[int]:
 
 
 def decode_queue(num_rows: int) -> Queue:
-    num_prefill = num_rows * NUM_PROMPT // MAX_STEP_TOKENS + 4
+    num_prefill = 3 * num_rows * NUM_PROMPT // (2 * MAX_STEP_TOKENS) + 4  # those that decode already go first
     num_steps = num_prefill + WARM_STEPS + TIMED_STEPS + 8
     return Queue([prompt_of(i, NUM_PROMPT) for i in range(num_rows)], [2 * num_steps] * num_rows, num_rows, num_steps)
 
@@ -214,7 +214,12 @@ def compared(python: str, sizes: list[int], rounds: int, console: Console) -> It
 
 def against(python: str, sizes: list[int], rounds: int, file: Path | None) -> int:
     """Prints the table. 1 where a decode step is below its bar."""
-    lines = list(compared(python, sizes, rounds, Console(stderr=True)))
+    lines = []
+    for line in compared(python, sizes, rounds, Console(stderr=True)):
+        lines.append(line)
+        print(
+            f"{line.queue}, {line.num_rows} sequences: {statistics.median(line.ratios):.1f} times as fast", flush=True
+        )
     heads = ("queue", "sequences", "vLLM µs", "ours µs", "ratio", "from", "to", "bar", "all of handle µs", "ratio")
     table = Table(*heads, title="CPU time: of a step (decode), of a token (mixed)")
     for line in lines:
