@@ -24,6 +24,7 @@ from rich.progress import track
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from kilburn.controller.collector import rare_collections
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Send, Submit
 from kilburn.controller.core.settings import EngineSettings
@@ -171,7 +172,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
         return against(options.against_vllm, options.sequences, options.rounds, options.json)
     console = Console(stderr=True)
-    found = {count: measure(count, options.steps, console) for count in options.sequences}
+    with rare_collections():  # as a controller has them
+        found = {count: measure(count, options.steps, console) for count in options.sequences}
     heads = ("sequences", "plan", "commit", "encode", "handle", "total", "plan B", "result B", "loop", "total/loop")
     table = Table(*heads, title="µs per step")
     for count, row in found.items():

@@ -10,7 +10,6 @@ Times are CPU time of the one thread that runs, in its own process each; the two
 counts is the ratio within a round.
 """
 
-import gc
 import json
 import random
 import statistics
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.core import BLOCK_SIZE, NUM_PROMPT, PEER, Echo, Timed, plans_of
+from kilburn.controller.collector import rare_collections
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Arrived, Submit
 from kilburn.controller.core.settings import EngineSettings
@@ -120,7 +120,6 @@ def run_ours(queue: Queue) -> Run:
     plans = plans_of(engine.handle([Submit(i, p, n, sampling) for i, (p, n) in enumerate(asked)], now))
     frames = [encode(plan) for plan in plans]
     begin_us = (thread_time() - begun) * 1e6
-    gc.collect()
     steps: list[Step] = []
     while plans and len(steps) < queue.most_steps:
         plan = plans.pop(0)
@@ -198,7 +197,9 @@ def compared(python: str, sizes: list[int], rounds: int, console: Console) -> It
                 for number in range(rounds):
                     queue = decode_queue(num_rows) if name == "decode" else mixed_queue(num_rows, number)
                     with console.status(f"{name}, {num_rows} sequences, round {number + 1} of {rounds}"):
-                        theirs, ours = vllm.run(queue), run_ours(queue)
+                        theirs = vllm.run(queue)
+                        with rare_collections():  # as a controller has them
+                            ours = run_ours(queue)
                     if name == "decode":
                         line.vllm_us.append(theirs.of_decode(num_rows))
                         line.ours_us.append(ours.of_decode(num_rows))

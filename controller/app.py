@@ -24,6 +24,7 @@ from kilburn.controller.api.readers import Readers
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.service import Service
 from kilburn.controller.calls.forms import FORMS
+from kilburn.controller.collector import rare_collections
 from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import Disturbed
 from kilburn.controller.core.policy import Preemption
@@ -270,7 +271,7 @@ async def run_controller(settings: ControllerSettings, on_running: Callable[[Run
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")  # no effect where it is set up
     log.setLevel(settings.log_level.upper())
     async with running_controller(settings) as running:
-        with stop_signals() as (asked, hurry):
+        with rare_collections(), stop_signals() as (asked, hurry):
             if on_running is not None:
                 on_running(running)
             await _either(asked, running.driver.fatal)

@@ -39,7 +39,7 @@ class Commit:
         scores = {entry.index: entry for entry in result.prompt_logprobs}
         unwell = {*result.failed, *(lost.index for lost in result.lost)}
         is_quiet = not unwell and not logprobs  # tokens are all that it tells
-        tokens, at, failed, size = result.tokens, 0, result.failed, self._block_size
+        tokens, at, num_steady, failed, size = result.tokens, 0, 0, result.failed, self._block_size
         rows = zip(flight.sequences, flight.epochs, flight.counts, result.num_tokens, strict=True)
         for i, (sequence, epoch, count, num_drawn) in enumerate(rows):
             first, at = at, at + num_drawn
@@ -52,6 +52,7 @@ class Commit:
                 if computed % size == 0:
                     self._publish(sequence, computed - 1)
                 self._append(sequence, tokens[first], (), effects)
+                num_steady += 1
                 continue
             if i in unwell:
                 self._unwell(sequence, failed.get(i), effects)
@@ -61,6 +62,7 @@ class Commit:
             if sequence.group.num_scored < sequence.num_prompt:
                 self._score(sequence, count, scores.get(i), effects)
             self._advance(sequence, count, tokens[first:at], logprobs.get(i), effects)
+        self._counters.generated_tokens += num_steady
         if self._line.returning:
             self._welcome(flight.step, effects)
 
@@ -83,6 +85,7 @@ class Commit:
             self._line.lead(sequence)
         # From now on all that can come of it is one token more, for as long as this life lasts.
         sequence.is_steady = not sequence.followers
+        self._counters.generated_tokens += 1
         self._append(sequence, drawn[0], _entries(logprobs, 0), effects)
 
     def _publish(self, sequence: Sequence, before: int) -> None:
@@ -124,6 +127,7 @@ class Commit:
         elif expected and isinstance(group, BeamGroup):
             self._step_beams(group, sequence, _candidates(logprobs), effects)
         elif expected:
+            self._counters.generated_tokens += expected
             for i, child in enumerate(group.fork()):
                 self._append(child, drawn[i], _entries(logprobs, i), effects)
         elif computed >= sequence.limit:
@@ -133,7 +137,6 @@ class Commit:
         self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
     ) -> None:
         sequence.tokens.append(token)
-        self._counters.generated_tokens += 1
         effects.append(Emit(sequence.group.request_id, sequence.index, token, logprobs))
         if token in sequence.stop_ids:
             self._line.end(sequence, FinishReason.STOP, effects)

@@ -218,11 +218,9 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft, effects: list[Effect]) -> list[Sequence]:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""
         longer: list[Sequence] = []
-        running, decodes, place = self.line.running, draft.decodes, 0
-        while place < len(running):
-            group = running[place]
+        decodes, budget = draft.decodes, draft.budget
+        for place, group in enumerate(self.line.running):  # whoever leaves the list meanwhile stands behind, or asks
             if self.probe is not None and group is not self.probe:
-                place += 1
                 continue
             was_granted = False
             for sequence in group.live:
@@ -232,7 +230,7 @@ class Scheduler:
                 if len(sequence.tokens) - planned > 1:
                     longer.append(sequence)
                     continue
-                if draft.budget == 0:
+                if budget == 0:
                     return longer
                 if planned == sequence.capacity or sequence.is_fresh:
                     if not self._make_room(draft, sequence, place, was_granted, effects):
@@ -240,11 +238,11 @@ class Scheduler:
                     draft.admit_fresh(sequence)
                 decodes.append(sequence)
                 sequence.num_planned = planned + 1
-                draft.budget -= 1
+                draft.budget = budget = budget - 1
                 was_granted = True
             if type(group) is BeamGroup and group.is_in_step:
                 self._plan_beams(draft, group, place, effects)
-            place += 1
+                budget = draft.budget
         return longer
 
     def _plan_beams(self, draft: Draft, group: BeamGroup, place: int, effects: list[Effect]) -> None:

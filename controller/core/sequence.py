@@ -18,6 +18,7 @@ Every life of a sequence on a row has a number, `epoch`. A result that carries a
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 
 from kilburn.controller.core.block_table import BlockTable
 from kilburn.controller.core.departure import Departure
@@ -55,6 +56,12 @@ if MOVES.keys() != set(State):
     raise LawBroken("a state without a row in the table of moves")
 
 
+@lru_cache(maxsize=256)
+def _set_of(stop_ids: tuple[int, ...]) -> frozenset[int]:
+    """One set for all who stop at the same: it is asked at every token, and so had better be in a cache."""
+    return frozenset(stop_ids)
+
+
 class Sequence:
     """One list of token ids, one block table. Owned by its group."""
 
@@ -85,7 +92,7 @@ class Sequence:
         self.group, self.index = group, index
         self.tokens, self.num_prompt, self.limit = tokens, num_prompt, limit
         self.sampling = sampling
-        self.stop_ids = frozenset(sampling.stop_ids)
+        self.stop_ids = _set_of(sampling.stop_ids)
         self.chain: list[bytes] = []  # digests of the leading full blocks, a pure function of tokens and salt
         self.num_computed = self.num_planned = self.plan_end = 0
         self.epoch = 0

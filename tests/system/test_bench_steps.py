@@ -1,5 +1,6 @@
 """Benches of steps: the core on queues of requests, a step's parts, scale in work, and the page that tells of them."""
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from bench import core_against, performance, scale, step
 from bench.core_against import Line, Vllm, decode_queue, mixed_queue, run_ours
 from bench.real_steps import PARTS
 from bench.serve import Answer, Spending, report
+from kilburn.controller.collector import rare_collections
 from tests.worker.tiny_models import make_tiny
 
 
@@ -101,3 +103,12 @@ def test_the_controllers_share_is_its_cpu_by_the_workers_steps() -> None:
     answers = [Answer(0.0, 1.0, 2.0, [0.1], num_prompt=4, num_output=100)]
     told = report(answers, 2.0, after.since(before))["controller"]
     assert told == pytest.approx({"us_per_token": 1000, "us_per_step": 5000, "step_ms": 100, "share_of_step": 0.05})
+
+
+def test_garbage_is_collected_as_before_once_serving_has_ended() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_threshold()[0] > before[0]
+        assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
