@@ -132,7 +132,8 @@ def told(found: dict[str, list[Point]], console: Console) -> None:
 
 def panels_of(found: dict[str, list[Point]]) -> list[dict[str, Any]]:
     def panel(title: str, y_label: str, x_label: str, lines: dict[str, Any], kind: str = "log x") -> dict[str, Any]:
-        return {"kind": kind, "title": title, "y_label": y_label, "x_label": x_label, "lines": lines, "y_most": 0}
+        labels = {"title": title, "y_label": y_label, "x_label": x_label}
+        return {"kind": kind, "names": [], "lines": lines, "y_most": 0} | labels
 
     def line(what: str, y: Any) -> tuple[list[int], list[float]]:
         return [p.x for p in found[what]], [y(p) for p in found[what]]
