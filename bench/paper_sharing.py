@@ -24,8 +24,8 @@ PAPER_15 = {
 }
 SURE_SHARE = 0.85  # a guess at a language model, for the variant of Figure 15
 FIGURE_16 = {  # examples: (tokens of the prefix, rates, the paper's factor)
-    1: (80, (5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0, 50.0, 60.0), 1.67),
-    5: (341, (2.5, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0, 50.0), 3.58),
+    1: (80, (5.0, 10.0, 20.0, 30.0, 35.0, 40.0, 50.0, 60.0, 70.0, 80.0, 100.0, 120.0), 1.67),
+    5: (341, (2.5, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0), 3.58),
 }
 
 
@@ -103,7 +103,7 @@ def figure_16(data: Data, tell: Tell) -> Figure:
         kept = swept(data, tell, panel, made, rates, seconds)
         panels.append(panel)
         times = kept["Kilburn, prefix shared"] / kept[POLICIES["orca-oracle"]]
-        rates_kept = [f"{kept[name]:.1f}" for name in made]
+        rates_kept = [f"{'>= ' if kept[name] == rates[-1] else ''}{kept[name]:.1f}" for name in made]
         rows.append([f"{num_examples}", *rates_kept, f"{times:.2f}", f"{paper}", differs(times, paper)])
     heads = ["examples", "shared, requests/s", "not shared", "Orca (Oracle)", "factor", "paper", "off"]
     prompt, output = mean_lengths(lengths)
