@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels.dispatch import Batch
-from kilburn.shared.ledger import recorded_sizes
 from kilburn.worker.rows import Work
 
 if TYPE_CHECKING:
@@ -124,13 +123,12 @@ class Graphs:
 
 
 def recorded(
-    inputs: Inputs, max_rows: int, max_blocks: int, max_len: int, forward: Forward, record: Record
+    inputs: Inputs, sizes: list[int], max_blocks: int, max_len: int, forward: Forward, record: Record
 ) -> Graphs | None:
     """Every size, recorded with nothing but padding; None where one cannot be, and the log says why.
 
     `forward` must do the same work whatever the inputs hold.
     """
-    sizes = recorded_sizes(max_rows)
     tables = torch.zeros((sizes[-1], max_blocks), dtype=torch.int32, device=inputs.ids.device)
     graphs = Graphs(inputs, tables, sizes, {})
     for size in reversed(sizes):

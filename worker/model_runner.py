@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kilburn.kernels.dispatch import Batch, Kernels, Scales, can_capture, recorder_of
-from kilburn.shared.ledger import MOST_RECORDED_ROWS, logits_rows
+from kilburn.shared.ledger import logits_rows, recorded_sizes
 from kilburn.shared.messages import PromptLogprobs
 from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
@@ -31,7 +31,7 @@ from kilburn.worker.parallel import Ranks
 from kilburn.worker.rows import Ints, Limits, Rows, Work
 from kilburn.worker.sampler import Chosen, choose, heard, score, told
 
-FEW_ROWS = 8  # up to here the CPU replays decodes: of more, asking takes a small share
+FEW_ROWS = 6  # up to here the CPU replays decodes: of more, asking takes a small share of the time
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -128,15 +128,20 @@ class ModelRunner:
         if records(device, self.ranks):
             self.record(recorder_for(device))
         elif not self.ranks.are_several and (recorder := recorder_of(kernels)) is not None:
-            self.record(recorder, FEW_ROWS)
+            self.record(recorder, list(range(1, min(FEW_ROWS, self._most_rows) + 1)))
 
-    def record(self, record: Record, most_rows: int = MOST_RECORDED_ROWS) -> None:
-        """From now on decodes are replayed, of up to `most_rows` rows."""
+    @property
+    def _most_rows(self) -> int:
+        """Of a decode."""
+        return min(self.rows.limits.max_rows, self.rows.limits.max_step_tokens)
+
+    def record(self, record: Record, sizes: list[int] | None = None) -> None:
+        """From now on decodes of these numbers of rows, and below the largest, are replayed."""
         limits, pool, scales = self.rows.limits, self.cache.pool, self.cache.scales
         with torch.inference_mode():
             self.graphs = recorded(
                 self.inputs,
-                min(limits.max_rows, limits.max_step_tokens, most_rows),
+                sizes or recorded_sizes(self._most_rows),
                 self.rows.max_blocks,
                 limits.max_len,
                 lambda ids, batch: self.model.forward(ids, pool, batch, self.kernels, scales),
