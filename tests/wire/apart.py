@@ -4,11 +4,13 @@
 
 plays scenarios and prints what came of each, a line of JSON. Where the kernel allows it (`unshare -rn`) a partition is
 made by taking down the only interface of a network namespace: both ends keep their sockets, nobody is told, no packet
-passes. Elsewhere, and for delays, a proxy stands between. The worker computes by the oracle.
+passes; loss is netem's, where the kernel has it. Elsewhere, and for delays, a proxy stands between. The worker computes
+by the oracle.
 """
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,6 +96,14 @@ class Partition:
 
     def heal(self) -> None:
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+    def worsen(self) -> bool:
+        """One packet in five is lost, and the others are late. False: this kernel cannot do that."""
+        words = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "loss", "20%", "delay", "10ms", "5ms"]
+        return shutil.which("tc") is not None and subprocess.run(words, capture_output=True).returncode == 0
+
+    def mend(self) -> None:
+        subprocess.run(["tc", "qdisc", "del", "dev", "lo", "root"], check=True)
 
 
 @dataclass(slots=True)
@@ -197,6 +207,19 @@ async def blip(here: Place) -> None:
     here.heal()
 
 
+async def loss(here: Place) -> None:
+    """Packets are lost, one here and there, and sent again; without netem all of those of many short moments."""
+    if here.network is not None and here.network.worsen():
+        await asyncio.sleep(1.5)
+        here.network.mend()
+        return
+    for _ in range(12):
+        here.part()
+        await asyncio.sleep(0.03)
+        here.heal()
+        await asyncio.sleep(0.09)
+
+
 async def delay(here: Place) -> None:
     """Everything comes late, in order."""
     here.wire.lag_s = 0.06
@@ -246,7 +269,7 @@ async def wall_clock_jumps(here: Place) -> None:
 
 SCENARIOS: dict[str, Callable[[Place], Awaitable[None]]] = {
     scenario.__name__: scenario
-    for scenario in (partition, blip, delay, cut, late_join, controllers_clock_jumps, wall_clock_jumps)
+    for scenario in (partition, blip, loss, delay, cut, late_join, controllers_clock_jumps, wall_clock_jumps)
 }
 
 

@@ -26,7 +26,7 @@ IN_PLACE = [
     ("wall_clock_jumps", 0, 0),
 ]
 
-PARTED = [("partition", 1, 2), ("blip", 0, 0)]
+PARTED = [("partition", 1, 2), ("blip", 0, 0), ("loss", 0, 2)]
 
 
 def judge(name: str, came: dict[str, float], least: int, most: int) -> None:
