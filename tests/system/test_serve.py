@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -181,6 +182,44 @@ def test_streams_survive_the_death_of_the_worker(service: Service) -> None:
     assert service.health() == 200
     assert service.children() != [worker]
     assert f"worker (pid {worker}) was killed by SIGKILL" in service.log
+
+
+def groups_of(service: Service) -> dict[str, dict[str, Any]]:
+    rows = httpx.get(f"{service.address}/admin/groups", timeout=10).json()["data"]
+    return {row["name"]: row for row in rows}
+
+
+def streams_over_both(service: Service) -> tuple[threading.Thread, dict[str, str]]:
+    """Streams under way on two groups, and where their texts will be."""
+    texts: dict[str, str] = {}
+    streaming = threading.Thread(target=stream_all, args=(service, texts, {}))
+    streaming.start()
+    service.wait_for(lambda: [bool(row["running_requests"]) for row in groups_of(service).values()] == [True, True], 60)
+    return streaming, texts
+
+
+def test_two_groups_share_the_streams_and_lose_none_when_one_is_killed_or_leaves(tiny: Path, tmp_path: Path) -> None:
+    with Service(str(tiny), tmp_path, *TINY_FLAGS, "--groups=2") as service:
+        service.wait_for(lambda: len(groups_of(service)) == 2, 60)
+        streaming, undisturbed = streams_over_both(service)
+        streaming.join(120)
+        first, second = groups_of(service)
+        # Killed: its streams go on, and another takes its place.
+        killed = service.children()[0]
+        streaming, texts = streams_over_both(service)
+        os.kill(killed, signal.SIGKILL)
+        streaming.join(120)
+        assert texts == undisturbed
+        service.wait_for(lambda: set(groups_of(service)) == {first, second}, 60)
+        assert killed not in service.children()
+        # Told to leave: its streams go on with the other, it ends well, and nobody takes its place.
+        streaming, texts = streams_over_both(service)
+        assert httpx.post(f"{service.address}/admin/groups/{first}/drain", timeout=10).status_code == 202
+        streaming.join(120)
+        assert texts == undisturbed
+        service.wait_for(lambda: len(service.children()) == 1, 60)
+        assert set(groups_of(service)) == {second}
+        assert service.health() == 200
 
 
 def test_serve_leaves_with_its_parent_where_asked_to(tiny: Path, tmp_path: Path) -> None:
