@@ -1,4 +1,4 @@
-"""The dashboards: overview for whoever uses the service; pool, latency, workers and registry for whoever runs it.
+"""The dashboards: overview for whoever uses the service; the others for whoever runs it.
 
 Every panel says what it shows and what to do when it looks bad. Expressions are tried against a real Prometheus under a
 load that makes each of them move (tests/system/test_dashboards.py).
@@ -253,6 +253,10 @@ WORKERS = Dashboard(
                   "within the last interval. More than a few: who connects to --bind?", "short",
                   Query("sum by (kind) (increase(kilburn_link_garbage_total{$I}[$R]))", "garbage, {{kind}}"),
                   Query("sum(increase(kilburn_link_strangers_total{$I}[$R]))", "strangers")),
+            Panel("Connections", "Of workers, that greeted the controller, and that ended. Without deaths of workers "
+                  "both stay at 0: otherwise the network between them breaks off, see the workers' logs.", "short",
+                  Query("sum(increase(kilburn_link_handshakes_total{$I}[$R]))", "greeted"),
+                  Query("sum(increase(kilburn_link_connections_ended_total{$I}[$R]))", "ended")),
             Panel("The controller's memory", "Resident. It follows the requests that are open; growing without them is "
                   "a leak: keep the log, and tell us.", "bytes",
                   Query("sum(kilburn_process_resident_memory_bytes{$I})", "memory")),
@@ -293,4 +297,40 @@ REGISTRY = Dashboard(
     ),
 )  # fmt: skip
 
-DASHBOARDS = (OVERVIEW, BLOCK_POOL, LATENCY, WORKERS, REGISTRY)
+GATEWAY = Dashboard(
+    "kilburn-gateway", "Kilburn: gateway", "Which controllers there are before clients, and who is asked for what.",
+    (
+        Section("Controllers", (
+            Panel("Controllers known", "By what they last said to a probe. Unready ones admit nothing now; of lost "
+                  "ones nothing is heard: look at their machines.", "short",
+                  Query("sum by (state) (kilburn_gateway_controllers)", "{{state}}"), look=STACKED),
+            Panel("Requests under way", "That gateways have with controllers. Far apart between controllers: prefixes "
+                  "keep them where they are, or one of them is slow.", "short",
+                  Query("sum by (controller) (kilburn_gateway_controller_requests)", "{{controller}}")),
+        )),
+        Section("Who is asked", (
+            Panel("What chose the controller", "Requests whose controller was chosen for what it has computed of their "
+                  "prompt, and for having the least to do. No prefixes at all: does the registry answer?", "ops",
+                  Query("sum by (by) (rate(kilburn_gateway_requests_routed_total[$R]))", "by {{by}}")),
+            Panel("Tokens of prompts", "All, and those that the controller asked first was said to have computed.",
+                  "short", Query("sum(rate(kilburn_gateway_prompt_tokens_total[$R]))", "prompts"),
+                  Query("sum(rate(kilburn_gateway_hit_tokens_total[$R]))", "computed before")),
+            Panel("Registry hits", "Blocks of prompts that the registry was asked about: who holds them was known, or "
+                  "not. Only misses with prompts that repeat: compare --server-key-file of all processes.", "ops",
+                  Query("sum by (result) (rate(kilburn_gateway_registry_lookups_total[$R]))", "{{result}}")),
+        )),
+        Section("What went wrong", (
+            Panel("Tried elsewhere", "Requests that another controller was asked for, before any token. Clients notice "
+                  "nothing; many of them mean that controllers are full, or come and go.", "ops",
+                  Query("sum(rate(kilburn_gateway_requests_retried_total[$R]))", "tries")),
+            Panel("Streams broken off", "That ended with an error event, as their controller was lost after the first "
+                  "token. Each is a controller that died: see its log.", "short",
+                  Query("sum(increase(kilburn_gateway_streams_broken_total[$R]))", "streams")),
+            Panel("No controller", "Requests that no controller took: clients got a 503. Controllers are missing, or "
+                  "cannot be reached from the gateways.", "short",
+                  Query("sum(increase(kilburn_gateway_requests_unanswered_total[$R]))", "requests")),
+        )),
+    ),
+)  # fmt: skip
+
+DASHBOARDS = (OVERVIEW, BLOCK_POOL, LATENCY, WORKERS, REGISTRY, GATEWAY)

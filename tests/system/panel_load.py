@@ -4,6 +4,9 @@
      2  shared and repeated prompts, n > 1, a named prefix, a reader that does not read, refusals
      3  the worker is killed, and another one takes over        4  a law is broken
      5  Redis goes away and comes back; strangers knock         6  everybody leaves
+
+Some clients come by a gateway, which has two controllers to choose from: the watched one, and one that never gives a
+whole answer.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from typing import Any
 import aiohttp
 import msgpack
 import zmq
+from aiohttp import web
 
 from kilburn.shared.codec import encode
 from kilburn.shared.messages import Beat
@@ -65,6 +69,14 @@ class Watched:
             words += ["--name=w", "--device=cpu", "--dtype=float32", "--threads=1", "--exit-with-parent", *settings]
             self.workers.append(subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, env=environment))
 
+    def start_gateway(self, *settings: str) -> str:
+        """Its address, at which it may not listen yet."""
+        port = free_port()
+        words = [sys.executable, "-m", "kilburn.controller.cli", "gateway", f"--model={self._model}", f"--port={port}"]
+        with (self._folder / "gateway.log").open("wb") as log:
+            self.workers.insert(0, subprocess.Popen([*words, *settings], cwd=ROOT, stdout=log, stderr=log))
+        return f"http://127.0.0.1:{port}"
+
     def kill_worker(self) -> None:
         self.workers[-1].send_signal(signal.SIGKILL)
         self.workers[-1].wait(10)
@@ -81,11 +93,57 @@ class Watched:
         self._log.close()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class Fickle:
+    """A controller that never gives a whole answer: by turns it refuses for now, and breaks off after a token.
+
+    For every other few probes it is not ready, so that the one which has computed something is asked first.
+    """
+
+    def __init__(self) -> None:
+        self.port, self._num_asked, self._num_probes = free_port(), 0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/ready":
+            self._num_probes += 1
+            return web.json_response({}, status=200 if self._num_probes // 3 % 2 else 503)
+        self._num_asked += 1
+        if self._num_asked % 2:
+            return web.json_response({"error": {"code": "no_worker", "message": "not now"}}, status=503)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b'data: {"choices":[{"index":0,"text":"one","finish_reason":null}]}\n\n')
+        await asyncio.sleep(0.1)
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+
+    async def listen(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_route("*", "/{rest:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", self.port).start()
+        return runner
+
+
 class Load:
     """The clients. Every draw comes from one seed."""
 
-    def __init__(self, watched: Watched, redis: RedisServer, worker_flags: tuple[str, ...]) -> None:
+    def __init__(
+        self, watched: Watched, redis: RedisServer, worker_flags: tuple[str, ...], gateway: str, fickle: Fickle
+    ) -> None:
         self._watched, self._redis, self._flags = watched, redis, worker_flags
+        self._gateway, self._fickle = gateway, fickle
         self._dice = random.Random(7)
         self._tasks: list[asyncio.Task[None]] = []
         self._known = [f"The {self._text(14)}" for _ in range(6)]
@@ -93,15 +151,15 @@ class Load:
     def _text(self, num_words: int) -> str:
         return " ".join(self._dice.choice(WORDS) for _ in range(num_words))
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> int:
+    async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any], url: str = "") -> int:
         try:
-            async with session.post(self._watched.url + path, json=body) as answer:
+            async with session.post((url or self._watched.url) + path, json=body) as answer:
                 await answer.read()
                 return answer.status
         except aiohttp.ClientError:
             return 0
 
-    async def _repeat(self, session: aiohttp.ClientSession, kind: str) -> None:
+    async def _repeat(self, session: aiohttp.ClientSession, kind: str, url: str = "") -> None:
         """One client, over and over."""
         while True:
             body: dict[str, Any] = {"max_tokens": 90, "ignore_eos": True, "stream": True}
@@ -116,7 +174,9 @@ class Load:
                     body |= {"prompt": NAMED + self._text(2)}
                 case "short":
                     body |= {"prompt": self._text(2), "max_tokens": 3}
-            await self._post(session, "/v1/completions", body)
+            await self._post(session, "/v1/completions", body, url)
+            if url:
+                await asyncio.sleep(0.2)  # what the gateway answers at once must not fill the loop
 
     async def _mistakes(self, session: aiohttp.ClientSession) -> None:
         while True:
@@ -167,9 +227,11 @@ class Load:
     async def play(self) -> None:
         connector, patience = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=60)
         async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
+            fickle = await self._fickle.listen()
             try:
                 await self._disturb(session)
             finally:
+                await fickle.cleanup()
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -185,6 +247,8 @@ class Load:
         assert await self._post(session, "/v1/prefixes", {"name": "sea", "text": NAMED}) == 201
         for kind in ("forks", "alike", "alike", "named", "named", "short"):
             self._begin(self._repeat(session, kind))
+        for kind in ("named", "alike", "short"):
+            self._begin(self._repeat(session, kind, self._gateway))
         self._begin(self._mistakes(session))
         self._begin(self._impatient(session))
         with self._not_reading():

@@ -1,4 +1,4 @@
-"""A real Prometheus of the test's own, which scrapes one controller every second by the repository's own settings."""
+"""A real Prometheus of the test's own: it scrapes a controller and a gateway every second, by our own settings."""
 
 import json
 import shutil
@@ -23,11 +23,13 @@ def binary(name: str) -> str:
 class PrometheusServer:
     """Started by `__enter__`, gone after `__exit__`."""
 
-    def __init__(self, folder: Path, address: str) -> None:
+    def __init__(self, folder: Path, address: str, gateway: str) -> None:
         self._folder, self._client = folder, httpx.Client(timeout=30)
         settings = (SETTINGS / "prometheus.yml").read_text()
         assert "controller:8000" in settings
         settings = settings.replace("controller:8000", address.removeprefix("http://")).replace(": 5s", ": 1s")
+        assert "targets: []" in settings
+        settings = settings.replace("targets: []", f'targets: ["{gateway.removeprefix("http://")}"]')
         (folder / "prometheus.yml").write_text(settings)
         shutil.copy(SETTINGS / "alerts.yml", folder / "alerts.yml")
         with socket.socket() as free:

@@ -23,7 +23,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from kilburn.shared.layout import KVLayout
-from tests.system.panel_load import ROOT, Load, Watched
+from tests.system.panel_load import ROOT, Fickle, Load, Watched
 from tests.system.prometheus_server import RATE_INTERVAL, SETTINGS, PrometheusServer, binary
 from tests.system.redis_server import RedisServer
 from tests.worker.tiny_models import OWN_CONFIGS, make_tiny
@@ -33,6 +33,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 72, 120
 # Panels whose expressions rightly stay as they are while a controller runs.
 CONSTANT = {
     "Memory of workers": "pools and weights are allocated once, when a worker starts",
+    "No controller": "one is there all the time, so that no request goes without",
     "What runs here": "versions and settings are fixed when a process starts",
 }
 RULES = [rule for group in yaml.safe_load((SETTINGS / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
@@ -101,7 +102,7 @@ def test_grafanas_own_library_knows_every_key_of_a_dashboard(file: Path) -> None
 
 
 def test_panels_can_be_read_and_lie_beside_each_other() -> None:
-    assert len({board["uid"] for board in boards()}) == len(boards()) == 5
+    assert len({board["uid"] for board in boards()}) == len(boards()) == 6
     for uid, panel in panels():
         where = f"{uid}, {panel['title']}"
         assert len(panel["description"].split()) >= 6, where
@@ -162,15 +163,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     flags = (f"--num-blocks={NUM_BLOCKS}", f"--host-pool={NUM_HOST_BLOCKS * layout.bytes_per_block}", "--max-rows=16")
     (folder / "server.key").write_bytes(b"0123456789abcdef0123456789abcdef")
     with RedisServer(folder) as redis:
+        shared, fickle = (f"--redis={redis.url}", f"--server-key-file={folder}/server.key"), Fickle()
         watched = Watched(
-            folder, model, f"--redis={redis.url}", f"--server-key-file={folder}/server.key", "--vllm-metric-names",
+            folder, model, *shared, "--vllm-metric-names",
             "--preemption=swap", "--beat-seconds=0.3", "--silence-seconds=1.5", "--max-step-tokens=64",
         )  # fmt: skip
         try:
-            with PrometheusServer(folder, watched.url) as prometheus:
+            gateway = watched.start_gateway(*shared, f"--controllers={fickle.url}")
+            with PrometheusServer(folder, watched.url, gateway) as prometheus:
                 start = time.time()
                 watched.start_worker(*flags)
-                asyncio.run(Load(watched, redis, flags).play())
+                asyncio.run(Load(watched, redis, flags, gateway, fickle).play())
                 text = httpx.get(f"{watched.url}/metrics", timeout=10).text
                 snapshot = watched.ask("snapshot")
                 time.sleep(1.5)  # for a last scrape
@@ -209,8 +212,8 @@ def test_prometheus_found_no_fault_in_rules_and_scrapes(seen: Seen) -> None:
     rules = [rule for group in seen.prometheus.ask("rules")["groups"] for rule in group["rules"]]
     assert len(rules) == len(RULES)
     assert {rule["health"] for rule in rules} == {"ok"}
-    (target,) = seen.prometheus.ask("targets")["activeTargets"]
-    assert (target["health"], target["lastError"]) == ("up", "")
+    targets = seen.prometheus.ask("targets")["activeTargets"]
+    assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 2
 
 
 def test_promtool_takes_the_figures(seen: Seen) -> None:
