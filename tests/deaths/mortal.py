@@ -77,7 +77,8 @@ class Life:
             self.num_steps += 1
             if self.is_due("before plan"):
                 self.end()
-            if self.phase == BY_POISON and any(admit.sampling.seed == POISON for admit in plan.admits):
+            if any(admit.sampling.seed == POISON for admit in plan.admits):
+                self.phase = BY_POISON
                 self.end()
             return run(executor, plan, *rest)
 

@@ -95,9 +95,7 @@ async def two_groups(folder: Path) -> AsyncIterator[tuple[Running, list["subproc
                 for rank in range(world)
             ]
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    while len(running.driver.engine.snapshot().groups) < 2:
-                        await asyncio.sleep(0.02)
+                await all_there(running)
                 yield running, workers
             finally:
                 for worker in workers:
@@ -198,6 +196,13 @@ async def poison(running: Running, folder: Path, undisturbed: list[Any]) -> None
     assert len(victims) >= 3
 
 
+async def all_there(running: Running) -> None:
+    """Until both groups have a lease: what is asked before stands in the line of the one that has."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(running.driver.engine.snapshot().groups) < len(WORLDS):
+            await asyncio.sleep(0.02)
+
+
 async def both(running: Running) -> None:
     """Until both groups are at work."""
     async with asyncio.timeout(PATIENCE_S):
@@ -208,6 +213,7 @@ async def both(running: Running) -> None:
 async def stop(running: Running, undisturbed: list[Any]) -> None:
     """A group that says nothing slows nobody, and loses its requests."""
     engine = running.driver.engine
+    await all_there(running)
     asked = asyncio.create_task(all_answers(running))
     await both(running)
     before = {group.name: group for group in engine.snapshot().groups}
@@ -227,6 +233,7 @@ async def stop(running: Running, undisturbed: list[Any]) -> None:
 
 async def drain(running: Running, workers: list["subprocess.Popen[bytes]"], undisturbed: list[Any]) -> None:
     """A group that is to leave gives its requests away, and its process ends well."""
+    await all_there(running)
     asked = asyncio.create_task(all_answers(running))
     await both(running)
     moved = running.driver.engine.snapshot().requests_displaced
