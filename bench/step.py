@@ -66,7 +66,7 @@ def main() -> int:
     given = parser.parse_args()
     if min(*given.rows, given.context, given.steps, given.block_size, given.threads) < 1:
         parser.error("--rows, --context, --steps, --block-size and --threads must be at least 1")
-    machine = Machine(given.model, given.threads, given.quantization == "int8")
+    machine = Machine(given.model, given.threads, given.quantization)
     found = [machine.load(rows, given.context, given.steps, given.block_size).steps(given.steps) for rows in given.rows]
     Console(width=130).print(table_of(found))
     if given.draw:
