@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--quantization", choices=("none", "float16", "int8"), default="none")
     parser.add_argument("--draw", type=Path, help="SVG of the parts")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
