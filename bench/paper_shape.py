@@ -73,6 +73,8 @@ def swept(
         for name, one in zip(alive, outcomes(data, runs, tell), strict=True):
             panel.add(name, rate, one.normalized_s["mean"])
         alive = [name for name in alive if panel.lines[name][1][-1] <= 2 * SUSTAINED_S]
+        if not alive:
+            break
     panel.y_most = 2 * SUSTAINED_S
     return {name: sustained(*line, SUSTAINED_S) for name, line in panel.lines.items()}
 
