@@ -38,6 +38,7 @@ __all__ = [
     "Shapes",
     "can_capture",
     "has_own_collectives",
+    "has_products",
     "int8_product_over",
     "kernels_for",
     "kv_forms",
@@ -50,7 +51,7 @@ __all__ = [
 
 def kernels_for(device: torch.device) -> Kernels:
     """The fastest set that runs on `device`."""
-    if device.type == "cpu" and find_spec("numba") and find_spec("llvmlite"):
+    if device.type == "cpu" and _can_compile():
         from kilburn.kernels.cpu.kernels import CpuKernels
         from kilburn.kernels.cpu.team import torch_openmp
 
@@ -66,7 +67,7 @@ def kernels_for(device: torch.device) -> Kernels:
 def product_over(weight: Tensor) -> "Product | None":
     """(x, bias) -> x . weight^T + bias in float32, on the CPU, over a copy of `weight` [out, in] in its own type,
     float32, bfloat16 or float16. None where nothing is faster than torch's own product. Holds nothing of `weight`."""
-    product = _panel_product()
+    product = _panel_product() if has_products() else None
     return None if product is None else product.over(weight)
 
 
@@ -77,9 +78,19 @@ def int8_product_over(weight: Tensor) -> "Product | None":
     return None if product is None else product.over(weight)
 
 
+def has_products() -> bool:
+    """Whether `product_over` has one. Without instructions for them, fused products and halves would be calls."""
+    if not _can_compile():
+        return False
+    from kilburn.kernels.cpu.objects import host_has
+
+    return host_has("fma") and host_has("f16c")
+
+
+@cache
 def row_lookup() -> "RowLookup | None":
     """(table, ids) -> the rows of a table on the CPU in float32; None where nothing is better than torch's own."""
-    if not (find_spec("numba") and find_spec("llvmlite")):
+    if not has_products():
         return None
     from kilburn.kernels.cpu.lookups import RowLookup
     from kilburn.kernels.cpu.team import torch_openmp
@@ -93,9 +104,13 @@ def recorder_of(kernels: Kernels) -> "Recorder | None":
     return None if make is None else make()
 
 
+def _can_compile() -> bool:
+    return find_spec("numba") is not None and find_spec("llvmlite") is not None
+
+
 @cache
 def _int8_product() -> "Int8Product | None":
-    if not (find_spec("numba") and find_spec("llvmlite")):
+    if not _can_compile():
         return None
     from kilburn.kernels.cpu.int8_products import Int8Product
     from kilburn.kernels.cpu.team import torch_openmp
@@ -106,7 +121,7 @@ def _int8_product() -> "Int8Product | None":
 @cache
 def _panel_product() -> "PanelProduct | None":
     """One for the process: it holds machine code and the words of one call, and nothing of any model."""
-    if not (find_spec("numba") and find_spec("llvmlite")):
+    if not _can_compile():
         return None
     from kilburn.kernels.cpu.products import PanelProduct
     from kilburn.kernels.cpu.team import torch_openmp

@@ -5,7 +5,8 @@
       - activations      what one step of max_step_tokens positions holds at its height, inside one layer
       - logits           logits of as many rows as are sampled at once, and their copies on the way to a token
       - step buffers     the inputs of a step, made once at their largest
-      - graphs           where decodes are recorded: the activations of the largest, and the result of each
+      - graphs           where decodes are recorded: the activations of the largest, and the result of each; on a CPU
+                         what it took, some MB, which is known when they are recorded
       = spare         -> KV pool of whole blocks (pool_size.py says how much of it is taken)
 
 The worker fills in the same bill by measurement when it starts (worker/measured.py); `differences` compares the two.
@@ -189,6 +190,7 @@ class Batch:
     max_len: int
     recorded: tuple[int, ...] = ()  # numbers of rows whose decodes are recorded
     is_fused: bool = False  # sampling goes over the logits in place
+    host_graph_bytes: int = 0  # of decodes that a CPU has recorded: what their kernels make depends on their forms
     num_unsampled: int = 0  # of ranks > 0: the columns of logits that they make, and do not sample from
 
 
@@ -201,7 +203,8 @@ def bill(
         activation_bytes=activation_bytes(shape, dtype, batch.max_step_tokens),
         logits_bytes=_logits_bytes(shape.vocab_size, batch),
         buffer_bytes=buffer_bytes(batch.max_rows, batch.max_step_tokens, batch.max_len, layout.block_size),
-        graph_bytes=graph_bytes(shape, dtype, list(batch.recorded), batch.max_len, layout.block_size),
+        graph_bytes=graph_bytes(shape, dtype, list(batch.recorded), batch.max_len, layout.block_size)
+        + batch.host_graph_bytes,
         kv_bytes=num_blocks * layout.bytes_per_block,
         host_bytes=num_host_blocks * layout.bytes_per_block,
         layout=layout,

@@ -139,7 +139,7 @@ def recorded(
 
         try:
             graphs.replays[size] = record(run)
-        except RuntimeError as error:  # torch's own errors, CUDA's and out of memory, are of this kind
+        except (RuntimeError, MemoryError) as error:  # of the first kind are torch's own errors, CUDA's too
             reason = str(error).partition("\n")[0]
             log.warning("decodes of %d rows cannot be recorded as a graph, and so none are: %s", size, reason)
             return None

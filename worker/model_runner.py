@@ -31,7 +31,7 @@ from kilburn.worker.parallel import Ranks
 from kilburn.worker.rows import Ints, Limits, Rows, Work
 from kilburn.worker.sampler import Chosen, choose, heard, score, told
 
-FEW_ROWS = 6  # up to here the CPU replays decodes: of more, asking takes a small share of the time
+MOST_REPLAYED_ROWS = 6  # up to here the CPU replays decodes: of more, asking takes a small share of the time
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -119,16 +119,22 @@ class ModelRunner:
         kernels: Kernels,
         device: torch.device,
         ranks: Ranks | None = None,
+        is_recorded: bool = True,
     ) -> None:
         self.model, self.cache, self.rows, self.kernels = model, cache, rows, kernels
         self.ranks = ranks or Ranks()
         self.inputs = Inputs(rows.limits, rows.max_blocks, device)
         self.rows_at_once = logits_rows(rows.limits.vocab_size, rows.limits.max_rows)
         self.graphs: Graphs | None = None
+        self.host_graph_bytes = 0  # of decodes that the CPU has recorded
+        if not is_recorded:
+            return
         if records(device, self.ranks):
             self.record(recorder_for(device))
         elif not self.ranks.are_several and (recorder := recorder_of(kernels)) is not None:
-            self.record(recorder, list(range(1, min(FEW_ROWS, self._most_rows) + 1)))
+            self.record(recorder, list(range(1, min(MOST_REPLAYED_ROWS, self._most_rows) + 1)))
+            if self.graphs is not None:
+                self.host_graph_bytes = recorder.num_bytes + self.graphs.tables.nbytes
 
     @property
     def _most_rows(self) -> int:
@@ -227,7 +233,7 @@ class ModelRunner:
 
 
 def records(device: torch.device, ranks: Ranks) -> bool:
-    """Whether decodes are recorded. Those of several ranks are not: their collectives are new with each lease."""
+    """Whether a device records decodes. Those of several ranks are not: their collectives are new with each lease."""
     return can_capture(device) and not ranks.are_several
 
 

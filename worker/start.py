@@ -23,7 +23,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kilburn.kernels.dispatch import Kernels, Shapes, can_capture, has_own_collectives, kernels_for, kv_forms
+from kilburn.kernels.dispatch import (
+    Kernels,
+    Shapes,
+    can_capture,
+    has_own_collectives,
+    has_products,
+    kernels_for,
+    kv_forms,
+)
 from kilburn.shared import ledger
 from kilburn.shared.config import SettingsError, WorkerSettings
 from kilburn.shared.layout import DTYPE_BYTES, EIGHT_BITS, KVLayout, blocks_for
@@ -122,7 +130,9 @@ def make_ready(settings: WorkerSettings) -> Ready:
         executor = executor_for(loaded, cache, replace(limits, num_blocks=num_blocks), kernels, device, grammars)
         if settings.verify_swap:
             executor.check = SwapCheck(cache.host_blocks, ranks.any)
-        graph_bytes = reserved_bytes(device) - before if batch.recorded else 0
+        # What the host records takes is known when it has recorded: a share of its memory stays free for such things.
+        batch = replace(batch, host_graph_bytes=executor.runner.host_graph_bytes)
+        graph_bytes = reserved_bytes(device) - before if batch.recorded else batch.host_graph_bytes
     planned = ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks)
     with phase("measuring"):
         is_looked_up = shape.build is not Build.UNKNOWN and not has_own_memory(device)
@@ -155,6 +165,13 @@ def load_for(
     if quantization != "none" and (device.type != "cpu" or dtype != "float32"):
         raise SettingsError(
             [f"--quantization: {quantization} is for the CPU in float32; give none, or --device cpu --dtype float32"]
+        )
+    if quantization != "none" and not has_products():
+        raise SettingsError(
+            [
+                f"--quantization: {quantization} needs numba and llvmlite, and on x86 a processor with FMA and F16C; "
+                "give none"
+            ]
         )
     stored = getattr(torch, kv_dtype)
     return weights.load(
@@ -199,7 +216,7 @@ def batch_of(limits: Limits, device: torch.device, ranks: Ranks) -> ledger.Batch
     if records(device, ranks):
         recorded = ledger.recorded_sizes(min(limits.max_rows, limits.max_step_tokens))
     num_unsampled = 0 if ranks.is_first else ranks.columns_made(limits.vocab_size)
-    return ledger.Batch(*sizes, tuple(recorded), can_capture(device), num_unsampled)
+    return ledger.Batch(*sizes, tuple(recorded), can_capture(device), num_unsampled=num_unsampled)
 
 
 def executor_for(
@@ -209,9 +226,10 @@ def executor_for(
     kernels: Kernels,
     device: torch.device,
     grammars: Grammars | None = None,
+    is_recorded: bool = True,
 ) -> Executor:
     rows = Rows(limits, Knobs(limits.max_rows, limits.vocab_size, grammars, loaded.ranks.is_first))
-    return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device, loaded.ranks))
+    return Executor(rows, ModelRunner(loaded.model, cache, rows, kernels, device, loaded.ranks, is_recorded))
 
 
 def measured_scales(
@@ -304,7 +322,7 @@ def warm_up(
     blocks = blocks_for(prompt + 4, layout.block_size)
     small = replace(limits, num_blocks=2 * blocks, max_rows=min(limits.max_rows, 2))
     cache = KVCache(layout, small.num_blocks, 1, device, kernels, scales)
-    executor = executor_for(loaded, cache, small, kernels, device)
+    executor = executor_for(loaded, cache, small, kernels, device, is_recorded=False)
     for plan in warm_up_plans(prompt, blocks, small.max_rows):
         executor.run(plan)
 

@@ -32,8 +32,11 @@ TAKEN, WORKERS, FAULT = range(3)  # FAULT: 0, or 1 + the index of the token or s
     W_NUM_POSITIONS, W_ROTARY_DIM, W_INTERLEAVED,
 ) = range(3, 32)
 
-# -- rows: norms and the activation; R_EPS is float64
-R_X, R_RESIDUAL, R_WEIGHT, R_OUT, R_NUM_ROWS, R_WIDTH, R_X_STEP, R_RESIDUAL_STEP, R_GRAIN, R_EPS = range(3, 13)
+# -- rows: norms and the activation; a token has R_HEADS of them; R_EPS is float64
+(
+    R_X, R_RESIDUAL, R_WEIGHT, R_OUT,
+    R_NUM_ROWS, R_WIDTH, R_HEADS, R_TOKEN_STEP, R_X_STEP, R_RESIDUAL_STEP, R_GRAIN, R_EPS,
+) = range(3, 15)
 
 # -- block moves
 M_PAIRS, M_SOURCE, M_TO, M_NUM_PIECES, M_PIECE, M_PER_BLOCK, M_BLOCK_BYTES, M_SOURCE_STEP, M_TO_STEP = range(3, 12)

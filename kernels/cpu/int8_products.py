@@ -67,33 +67,35 @@ class Int8Product:
             if not self._multiply:
                 self._quantize = self._objects.address("quantize_rows", 0)
                 self._multiply = self._objects.address("int8_panels", 0)
-            self._quantize_into(x, panels.depth)
-            self._run(panels, out, bias)
+            self._run(panels, self._quantized(x, panels.depth), out, bias)
         return out
 
-    def _quantize_into(self, x: Tensor, depth: int) -> None:
-        """Leaves the rows of x in `_rows`, int16, and their scales in `_scales`."""
+    def _quantized(self, x: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """The rows of x, int16, and their scales."""
         num_rows, step = x.shape[0], depth + depth % 2
-        is_recorded = TAPE.get() is not None  # what is recorded keeps its own
-        if self._rows.numel() < num_rows * step or is_recorded:
-            self._rows = torch.empty(num_rows * step, dtype=torch.int16)
-        if self._scales.numel() < num_rows or is_recorded:
-            self._scales = torch.empty(num_rows)
+        rows, scales = self._rows, self._scales
+        is_recorded = TAPE.get() is not None  # what is recorded has its own
+        if rows.numel() < num_rows * step or is_recorded:
+            rows = torch.empty(num_rows * step, dtype=torch.int16)
+        if scales.numel() < num_rows or is_recorded:
+            scales = torch.empty(num_rows)
+        if not is_recorded:
+            self._rows, self._scales = rows, scales
         words, key = self._quantize_words, (num_rows, depth, x.stride(0))
         if key != words.key:
             words.others(key, num_rows, depth, x.stride(0) * 4, step * 2, ROW_GRAIN, levels_for(depth))
-        words.begin(x.data_ptr(), self._rows.data_ptr(), self._scales.data_ptr())
+        words.begin(x.data_ptr(), rows.data_ptr(), scales.data_ptr())
         self._team.run(self._quantize, words, torch.get_num_threads() if num_rows > ROW_GRAIN else 1)
+        return rows, scales
 
-    def _run(self, panels: Int8Panels, out: Tensor, bias: Tensor | None) -> None:
+    def _run(self, panels: Int8Panels, x: tuple[Tensor, Tensor], out: Tensor, bias: Tensor | None) -> None:
         num_rows, num_pairs = out.shape[0], panels.held.shape[1]
         words, key = self._words, (num_rows, num_pairs, panels.num_outputs)
         if key != words.key:
             num_panels = panels.num_outputs // INT8_PANEL
             words.others(key, num_rows, num_pairs, num_panels, num_pairs * 4, panels.num_outputs * 4)
         words.begin(
-            self._rows.data_ptr(),
-            self._scales.data_ptr(),
+            *(values.data_ptr() for values in x),
             panels.held.data_ptr(),
             panels.scales.data_ptr(),
             (panels.no_bias if bias is None else bias).data_ptr(),

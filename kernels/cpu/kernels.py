@@ -1,7 +1,7 @@
 """The CPU set: checks what it is given, writes a kernel's words, and runs it.
 
-What the compiled code has no form for (float64, operands of mixed types) goes to the reference. Scratch is kept from
-call to call and grows. One call runs at a time; a second thread waits.
+What the compiled code has no form for (float64, operands of mixed types) goes to the reference. Memory to work in is
+kept from call to call (rooms.py). One call runs at a time; a second thread waits.
 """
 
 import threading
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from math import e, log2
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +17,11 @@ from kilburn.kernels.contract import Batch, Likeliest, Odds, Rope, Sampled, Shap
 from kilburn.kernels.cpu import arguments as words
 from kilburn.kernels.cpu import sampling
 from kilburn.kernels.cpu.arguments import Words
-from kilburn.kernels.cpu.objects import Objects
+from kilburn.kernels.cpu.objects import KINDS, Objects
 from kilburn.kernels.cpu.recording import Recorder
+from kilburn.kernels.cpu.rooms import Rooms
 from kilburn.kernels.cpu.team import TAPE, Fork, Team
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as vectors.py numbers them
 KERNELS = ("survey", "attention", "kv_write", "rms_norm", "silu_mul", "move_blocks")
 INT8_KERNELS = ("attention_int8", "kv_write_int8")  # in place of those of the same name, for a cache of int8
 UNTYPED = ("survey", "move_blocks")  # know no elements, or one kind only
@@ -40,7 +39,7 @@ class CpuKernels:
         self._addresses: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
         self._attention, self._write = Words(18, 22, 2), Words(8, 21)
-        self._norm, self._silu, self._moves = Words(4, 6, 1), Words(4, 6, 1), Words(3, 6)
+        self._norm, self._silu, self._moves = Words(4, 8, 1), Words(4, 8, 1), Words(3, 6)
         self._rooms = Rooms()
 
     @property
@@ -70,7 +69,8 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in KINDS or weight.dtype != x.dtype:
             return reference.rms_norm(x, weight, eps)
-        flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        is_as_it_is = x.dim() == 2 or (x.dim() == 3 and x.stride(2) == 1 and x.numel() > 0)
+        flat = x if is_as_it_is else x.reshape(-1, x.shape[-1])
         return self._normed(flat, None, weight, eps).view(x.shape)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -79,15 +79,18 @@ class CpuKernels:
         return self._normed(x, residual, weight, eps)
 
     def _normed(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x [rows, width], or [tokens, heads, width] without a residual."""
         out, norm = torch.empty(x.shape, dtype=x.dtype), self._norm
         beside = None if residual is None else (residual.shape, residual.stride())
         key = (x.dtype, x.shape, x.stride(), beside, weight.shape, weight.stride(), eps)
         with self._lock:
             if key != norm.key:
-                checks.check_norm(x, residual, weight)
-                (num_rows, width), size = x.shape, x.element_size()
+                checks.check_norm(x[:, 0] if x.dim() == 3 and residual is None else x, residual, weight)
+                width, size = x.shape[-1], x.element_size()
+                heads, head_step = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1) * size)
                 step = 0 if residual is None else residual.stride(0) * size
-                norm.others(key, num_rows, width, x.stride(0) * size, step, _grain(width), eps)
+                steps = x.stride(0) * size, head_step, step
+                norm.others(key, x.shape[0] * heads, width, heads, *steps, _grain(width), eps)
             at = 0 if residual is None else residual.data_ptr()
             norm.begin(x.data_ptr(), at, weight.data_ptr(), out.data_ptr())
             self._run("rms_norm", KINDS[x.dtype], norm, x.numel())
@@ -102,7 +105,8 @@ class CpuKernels:
         with self._lock:
             if key != silu.key:
                 checks.check_rows("gate_up", gate_up, 2 * width)
-                silu.others(key, num_rows, width, gate_up.stride(0) * gate_up.element_size(), 0, _grain(width), 0.0)
+                step = gate_up.stride(0) * gate_up.element_size()
+                silu.others(key, num_rows, width, 1, step, 0, 0, _grain(width), 0.0)
             silu.begin(gate_up.data_ptr(), 0, 0, out.data_ptr())
             self._run("silu_mul", KINDS[gate_up.dtype], silu, gate_up.numel())
         return out
@@ -207,9 +211,7 @@ class CpuKernels:
         step, rooms = words.scratch_bytes(head_dim, group), self._rooms
         scratch_bytes = max(num_threads, 1) * step
         if (tape := TAPE.get()) is not None:  # later contexts may be longer, and all threads come
-            rooms = Rooms()
-            tape.held.append(rooms)
-            scratch_bytes = torch.get_num_threads() * step
+            rooms, scratch_bytes = tape.rooms, tape.num_threads * step
             num_arrivals, num_cut_rows = self._most_cuts(out.shape[0], out.shape[1])
         scratch, arrivals = rooms.scratch.address(scratch_bytes), rooms.arrivals.address(8 * num_arrivals)
         pieces = rooms.pieces.address(num_cut_rows * words.piece_bytes(head_dim))
@@ -245,28 +247,6 @@ class CpuKernels:
 
     def likeliest(self, logits: Tensor, count: int) -> Likeliest:
         return sampling.likeliest(logits, count)
-
-
-class Scratch:
-    """Memory that is kept, grows, and begins at a cache line; zeros when it is new."""
-
-    def __init__(self) -> None:
-        self._num_bytes, self._address, self._held = -1, 0, np.zeros(0, np.uint8)
-
-    def address(self, num_bytes: int) -> int:
-        if num_bytes > self._num_bytes:
-            self._num_bytes = 2 * num_bytes
-            self._held = np.zeros(self._num_bytes + 64, np.uint8)
-            self._address = -(-self._held.ctypes.data // 64) * 64
-        return self._address
-
-
-class Rooms:
-    """What attention works in."""
-
-    def __init__(self) -> None:
-        self.scratch, self.pieces = Scratch(), Scratch()
-        self.arrivals = Scratch()  # left at zero
 
 
 def _scales_key(kv: Tensor, scales: Tensor | None) -> tuple[object, ...]:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from kilburn.kernels.cpu.arguments import FAULT, Words
-from kilburn.kernels.cpu.objects import Objects
-from kilburn.kernels.cpu.products import KINDS
+from kilburn.kernels.cpu.objects import KINDS, Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
 

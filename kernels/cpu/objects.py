@@ -9,12 +9,14 @@ said.
 import contextlib
 import hashlib
 import os
+import platform
 import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import llvmlite.binding as llvm
+import torch
 
 KIND_NAMES = ("float32", "bfloat16", "float16")
 SOURCES = (
@@ -29,6 +31,15 @@ SOURCES = (
     "vectors",
     "writing",
 )  # what machine code depends on
+
+
+def host_has(feature: str) -> bool:
+    """Whether an x86 processor has these instructions; others have what they stand for."""
+    return platform.machine() not in ("x86_64", "AMD64") or bool(llvm.get_host_cpu_features().get(feature))
+
+
+# As vectors.py numbers them. Without F16C a half becomes a float in a function that nothing here would link.
+KINDS = {getattr(torch, name): kind for kind, name in enumerate(KIND_NAMES) if name != "float16" or host_has("f16c")}
 
 
 def default_folder() -> Path:

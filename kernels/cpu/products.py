@@ -12,11 +12,10 @@ from torch import Tensor
 
 from kilburn.kernels import checks
 from kilburn.kernels.cpu.arguments import PANEL, Words
-from kilburn.kernels.cpu.objects import Objects
+from kilburn.kernels.cpu.objects import KINDS, Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
 Product = Callable[[Tensor, Tensor | None], Tensor]  # x [rows, in] and bias [out] -> [rows, out]
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as vectors.py numbers them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +32,15 @@ class Panels:
         return len(self.no_bias) // PANEL
 
 
-def panels_of(weight: Tensor) -> Panels:
-    """A copy of `weight` [out, in], in its own type."""
+def panels_of(weight: Tensor, zeros: Tensor) -> Panels:
+    """A copy of `weight` [out, in], in its own type. `zeros`: at least as many as there are outputs in all panels."""
     num_outputs, depth = weight.shape
     missing = -num_outputs % PANEL
     whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     columns = whole.reshape(-1, PANEL, depth).transpose(1, 2)
     if weight.dtype == torch.bfloat16:  # neighbours are those that share a word
         columns = columns.unflatten(2, (2, PANEL // 2)).transpose(2, 3)
-    return Panels(columns.contiguous(), torch.zeros(num_outputs + missing), num_outputs, depth)
+    return Panels(columns.contiguous(), zeros[: num_outputs + missing], num_outputs, depth)
 
 
 class PanelProduct:
@@ -51,10 +50,13 @@ class PanelProduct:
         self._objects, self._team = Objects(folder), Team(fork)
         self._lock, self._words = threading.Lock(), Words(4, 5)
         self._functions: dict[int, int] = {}
+        self._zeros = torch.zeros(0)
 
     def over(self, weight: Tensor) -> Product:
         """The product with one weight, of a type in KINDS. Holds nothing of `weight`."""
-        return partial(self, panels_of(weight))
+        if len(self._zeros) < len(weight) + PANEL:
+            self._zeros = torch.zeros(len(weight) + PANEL)  # who has part of the former keeps it
+        return partial(self, panels_of(weight, self._zeros))
 
     def __call__(self, panels: Panels, x: Tensor, bias: Tensor | None) -> Tensor:
         checks.check_rows("x", x, panels.depth)
@@ -62,6 +64,8 @@ class PanelProduct:
             raise ValueError(f"x {checks.said(x)}: want float32")
         num_rows, num_outputs = x.shape[0], panels.num_panels * PANEL
         out = torch.empty((num_rows, num_outputs), dtype=torch.float32)
+        if not num_rows:
+            return out[:, : panels.num_outputs]
         start = panels.no_bias if bias is None else bias
         if len(start) < num_outputs:
             start = F.pad(start, (0, num_outputs - len(start)))

@@ -20,10 +20,12 @@ from kilburn.kernels.cpu.arguments import (
     FAULT,
     R_EPS,
     R_GRAIN,
+    R_HEADS,
     R_NUM_ROWS,
     R_OUT,
     R_RESIDUAL,
     R_RESIDUAL_STEP,
+    R_TOKEN_STEP,
     R_WEIGHT,
     R_WIDTH,
     R_X,
@@ -42,8 +44,11 @@ def rms_norm_kernel(kind: int) -> Any:
 
     @njit(fastmath=FAST)
     def one_row(a, row):
-        width = a[R_WIDTH]
-        x, out = a[R_X] + row * a[R_X_STEP], a[R_OUT] + row * width * element_bytes
+        width, heads = a[R_WIDTH], a[R_HEADS]
+        x, out = (
+            a[R_X] + row // heads * a[R_TOKEN_STEP] + row % heads * a[R_X_STEP],
+            a[R_OUT] + row * width * element_bytes,
+        )
         if a[R_RESIDUAL] != 0:
             residual = a[R_RESIDUAL] + row * a[R_RESIDUAL_STEP]
             for i in range(width):
@@ -75,7 +80,7 @@ def silu_mul_kernel(kind: int) -> Any:
     @njit(fastmath=FAST)
     def one_row(a, row):
         width = a[R_WIDTH]
-        gates, out = a[R_X] + row * a[R_X_STEP], a[R_OUT] + row * width * element_bytes
+        gates, out = a[R_X] + row * a[R_TOKEN_STEP], a[R_OUT] + row * width * element_bytes
         ups = gates + width * element_bytes
         for i in range(width):
             gate, up = load_one(gates, i, kind), load_one(ups, i, kind)

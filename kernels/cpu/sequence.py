@@ -86,5 +86,6 @@ def sequence_kernel(_kind: int) -> Any:
             wait_for_others(words)
             if words[FAULT] != 0:
                 a[FAULT] = 1 + index
+                return  # as do all, who wait for each other: what comes next relies on it
 
     return sequence

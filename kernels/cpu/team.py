@@ -16,6 +16,7 @@ from pathlib import Path
 import torch  # first: its OpenMP library must be the one in the process
 
 from kilburn.kernels.cpu.arguments import Words
+from kilburn.kernels.cpu.rooms import Rooms
 
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Fork = Callable[[int, int, int, int], None]
@@ -23,10 +24,11 @@ Fork = Callable[[int, int, int, int], None]
 
 @dataclass(slots=True)
 class Tape:
-    """The launches that were made while it was set, and what must live as long as they may be made again."""
+    """The launches that were made while it was set, to be made again on as many threads, with what they work in."""
 
+    num_threads: int
+    rooms: Rooms
     launches: list[tuple[int, bytes]] = field(default_factory=list)  # a function, and a copy of its words
-    held: list[object] = field(default_factory=list)
 
 
 TAPE: ContextVar[Tape | None] = ContextVar("TAPE", default=None)

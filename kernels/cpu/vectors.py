@@ -8,13 +8,11 @@ int64 in bytes.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 F32, BF16, F16, INT8 = 0, 1, 2, 3  # INT8: of a cache only
-KINDS = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16}
 LANES = 8  # float32 values of a vector: one AVX2 register, two NEON ones
 
 # Sums may be reordered and products fused; NaN and infinities stay what they are, since they tell a broken row.

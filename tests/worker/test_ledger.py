@@ -22,7 +22,7 @@ from tests.worker.tiny_models import KINDS, make_tiny
 LLAMA_8B = ModelShape(32, 4096, 14336, 32, 8, 128, 128256, weight_bytes=16_060_522_496)
 KV = KVLayout(16, 32, 8, 128, "bfloat16")
 
-# Sizes at which what oneDNN pads to is no more than there is.
+# Sizes that fill whole panels.
 WIDE: dict[str, Any] = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 3}
 WIDE_LLAMA = WIDE | {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 256}
 WIDE_OPT = WIDE | {"ffn_dim": 512, "word_embed_proj_dim": 128}

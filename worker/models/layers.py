@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kilburn.kernels.dispatch import int8_product_over, product_over, row_lookup
+from kilburn.kernels.dispatch import has_products, int8_product_over, product_over, row_lookup
 from kilburn.shared.model_files import ModelRefused
 from kilburn.worker.models.checkpoint import Checkpoint
 from kilburn.worker.parallel import Ranks
@@ -67,7 +67,7 @@ class PackedLinear:
 
 def packs(form: Form) -> bool:
     """Whether linear layers have copies of their own."""
-    return form.device.type == "cpu" and form.dtype == torch.float32
+    return form.device.type == "cpu" and form.dtype == torch.float32 and has_products()
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form) -> Linear:
