@@ -1,6 +1,7 @@
 """Norms, the activation and embeddings on the CPU: one pass over each row while it is in the nearest cache.
 
-A thread takes R_GRAIN rows at a time. Sums run in float32; each element is rounded to its type once, when it is stored.
+A thread takes R_GRAIN rows at a time, of embeddings one. Sums run in float32; each element is rounded to its type once,
+when it is stored.
 """
 
 import math

@@ -106,6 +106,8 @@ def test_plan_and_measurement_agree(tmp_path: Path, kind: str, changes: dict[str
     assert not any("off by" in line for line in ledger.compared(found.planned, found.ledger))
     for name in ("weights", "activations", "logits workspace", "step buffers", "KV pool", "host pool"):
         assert found.ledger.amounts()[name] > 0, name
+    is_recorded = dtype == "float32" and not kind.startswith("opt")
+    assert (found.ledger.graph_bytes > 0) == is_recorded, "what the host has recorded is on the bill"
 
 
 @pytest.mark.parametrize("kv_scales", ["static", "block"])

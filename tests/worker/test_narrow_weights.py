@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kilburn.kernels.dispatch import kernels_for
+from kilburn.kernels.cpu import objects
+from kilburn.kernels.dispatch import kernels_for, product_over
 from kilburn.shared.config import SettingsError, WorkerSettings
 from kilburn.shared.model_files import ModelRefused
 from kilburn.shared.model_shape import read_shape
@@ -121,3 +122,17 @@ def test_where_there_are_no_such_products_it_is_refused(tmp_path: Path) -> None:
             load_for(settings, dtype, dtype, device)
     with pytest.raises(ModelRefused, match=r"--quantization: .* give none"):
         int8(make_tiny(tmp_path / "generic", "gpt2", with_tokenizer=False))
+
+
+@pytest.mark.parametrize("quantization", ["float16", "int8"])
+def test_where_the_processor_lacks_instructions_torch_multiplies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    """Weights of fewer bits are refused then: their values, and the digest of KV, would not be what was asked for."""
+    folder, weight = make_tiny(tmp_path, with_tokenizer=False), torch.ones(64, 8)
+    assert product_over(weight) is not None
+    monkeypatch.setattr(objects, "host_has", lambda feature: feature != "fma")
+    assert product_over(weight) is None
+    assert len(logits_of(load_cpu(folder), [[7, 8, 9]])) == 1
+    with pytest.raises(SettingsError, match=f"--quantization: {quantization} needs numba .* FMA and F16C; give none"):
+        load_for(WorkerSettings(model=str(folder), quantization=quantization), "float32", "float32", CPU)
