@@ -74,15 +74,16 @@ class Answer:
         if self._waits_since is None:
             if self.num_open == 0:
                 self.wake()
-        elif self.outlet is None or not self._is_plain or not self.outlet.is_clear:
-            self.wake()
-        else:
-            news, self._news, self._waits_since = self._news, [], now
-            try:
-                self.outlet.tell([choice.take() for choice in news])
-            except Exception as fault:  # for whoever waits
-                self._fault = fault
+            return
+        try:
+            if self.outlet is None or not self._is_plain or not self.outlet.is_clear:
                 self.wake()
+            else:
+                news, self._news, self._waits_since = self._news, [], now
+                self.outlet.tell([choice.take() for choice in news])
+        except Exception as fault:  # for whoever waits, and nobody else
+            self._fault = fault
+            self.wake()
 
     def wake(self) -> None:
         """Whoever waits has to look for himself. Until he waits again, all news are his."""

@@ -183,7 +183,7 @@ class Driver:
             if self.tracing is not None and type(effect.message) is StepPlan:
                 self.onlookers.tell(self.tracing.sent, effect.message, now)
         elif type(effect) is Stuck:
-            self.processes.absent(effect.peers, effect.reason)
+            self.processes.absent(effect.peers, effect.reason, effect.busy_s)
         elif type(effect) is Names:
             self.registry.learn(effect.group, effect.published, effect.withdrawn, now)
         elif type(effect) is Note:

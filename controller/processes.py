@@ -8,7 +8,7 @@
 
 A process that is stopped, or hangs in a call that never returns, neither ends nor says Hello; nothing but SIGKILL helps
 there, and only who started it may do that. A worker that is well is back soon: it hears that its lease is over, and
-waits a few seconds at most before it says Hello.
+waits a few seconds at most before it says Hello. One in a step may have to finish that first.
 
 What this file does not know: how a process is ended, and whether anybody watches over it.
 """
@@ -46,11 +46,12 @@ class Processes:
         """What it said of itself, if it is remembered."""
         return self._hellos.get(peer)
 
-    def absent(self, peers: Sequence[bytes], reason: str) -> None:
-        """The lease of these is over since they say nothing, or do not answer."""
+    def absent(self, peers: Sequence[bytes], reason: str, busy_s: float = 0.0) -> None:
+        """The lease of these is over since they say nothing, or do not answer; they may be busy for so long yet."""
         for process in [process for process, peer in self._peers.items() if peer in peers]:
             self._expect_no_more(process)
-            self._absent[process] = self._loop.call_later(self._patience_s, self._stuck, process, reason)
+            patience_s = self._patience_s + busy_s
+            self._absent[process] = self._loop.call_later(patience_s, self._stuck, process, patience_s, reason)
 
     def ended(self, name: str, pid: int) -> bytes | None:
         """Its peer, if it ever said Hello."""
@@ -60,9 +61,9 @@ class Processes:
         for process in list(self._absent):
             self._expect_no_more(process)
 
-    def _stuck(self, process: Process, reason: str) -> None:
+    def _stuck(self, process: Process, patience_s: float, reason: str) -> None:
         del self._absent[process]
-        self.on_stuck(*process, f"did not come back within {self._patience_s:g} s ({reason})")
+        self.on_stuck(*process, f"did not come back within {patience_s:g} s ({reason})")
 
     def _expect_no_more(self, process: Process) -> None:
         timer = self._absent.pop(process, None)

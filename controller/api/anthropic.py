@@ -13,7 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kilburn.controller.api.checks import Entry, JsonSchema, Many, Real, Tree, Unsupported, Whole, Words, knob, needed
+from kilburn.controller.api.checks import (
+    Entry,
+    Flag,
+    JsonSchema,
+    Many,
+    Real,
+    Tree,
+    Unsupported,
+    Whole,
+    Words,
+    knob,
+    needed,
+)
 from kilburn.controller.api.errors import bad_request
 from kilburn.controller.api.messages import text_of
 from kilburn.controller.api.schema import (
@@ -46,6 +58,9 @@ class ToolGiven:
     name: str = needed(Words(128, least=1), "How the model calls it.")
     input_schema: Any = needed(Tree(MOST_CHARS, "object"), "The JSON Schema of its arguments.")
     description: str = knob(Words(MOST_CHARS), "", "What it is for, in words for the model.")
+    strict: bool = knob(
+        Flag(), False, "Whether its arguments follow the schema where the model may also answer in words."
+    )
     type: None = knob(Unsupported(("custom",), "tools run where the client is; there are none here"), None)
 
 
@@ -88,13 +103,7 @@ def as_chat(wanted: CountTokensRequest) -> dict[str, Any]:
     if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat["continue_final_message"] = True
     if wanted.tools:
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {"name": t.name, "description": t.description, "parameters": t.input_schema},
-            }
-            for t in wanted.tools
-        ]
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in wanted.tools]
     if wanted.tool_choice is not None:
         chat |= _choice(wanted.tool_choice)
     if isinstance(wanted, MessagesRequest):
@@ -102,6 +111,12 @@ def as_chat(wanted: CountTokensRequest) -> dict[str, Any]:
         chat |= {name: getattr(wanted, name) for name in same}
         chat |= {"max_completion_tokens": wanted.max_tokens, "stop": list(wanted.stop_sequences)}
     return chat
+
+
+def _function(tool: ToolGiven) -> dict[str, Any]:
+    """`strict` is there only if it is true: templates write down all that they are given."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return function | ({"strict": True} if tool.strict else {})
 
 
 def _choice(given: Any) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class EventStream:
     @property
     def is_clear(self) -> bool:
         """Whether the reader has taken all that was written, or a buffer of the kernel's has."""
-        transport = self._transport
-        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
+        transport = self._transport  # of one with TLS that is closed nothing but that may be asked
+        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 
     def send(self, frames: str) -> None:
         """Writes at once what is not empty. Only while `is_clear`, and while nobody waits in `write`."""

@@ -261,6 +261,7 @@ class Stuck:
 
     peers: tuple[bytes, ...]
     reason: str
+    busy_s: float = 0.0  # what they were asked for may take so long from now, and they say nothing before it is done
 
 
 class Turn(Enum):

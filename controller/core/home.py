@@ -14,6 +14,7 @@ from kilburn.controller.core.sequence import Group
 from kilburn.shared.messages import Beat, Drain, StepPlan
 
 TIMES = 10
+MOST_S = 3600.0  # for a step, however dear one hiccup has made tokens look
 
 
 class Home:
@@ -34,7 +35,7 @@ class Home:
 
     def allowed_s(self, floor_s: float) -> float:
         """How long the oldest step under way may take."""
-        return max(floor_s, TIMES * self.scheduler.flights[0].predicted_s)
+        return max(floor_s, min(TIMES * self.scheduler.flights[0].predicted_s, MOST_S))
 
     def step_deadline(self, floor_s: float) -> float | None:
         """When the oldest step under way is late, counted from the later of its sending and the commit before."""
@@ -46,7 +47,8 @@ class Home:
         lease = self.lease
         if lease.is_silent(now):
             who = f"rank {lease.most_silent} was " if len(lease.peers) > 1 else ""
-            return Stuck(lease.silent_peers(now), f"{who}silent for {lease.silence_s:g} s")
+            busy_s = max(0.0, (self.step_deadline(0.0) or now) - now)
+            return Stuck(lease.silent_peers(now), f"{who}silent for {lease.silence_s:g} s", busy_s)
         late_at = self.step_deadline(floor_s)
         if late_at is not None and now >= late_at:
             return Stuck(lease.peers, f"step {self.scheduler.flights[0].step} took over {self.allowed_s(floor_s):g} s")
@@ -57,7 +59,7 @@ class Home:
         plan = self.scheduler.plan(now, effects)
         if plan is None:
             return None
-        allowed_s = TIMES * self.scheduler.flights[-1].predicted_s
+        allowed_s = min(TIMES * self.scheduler.flights[-1].predicted_s, MOST_S)
         if allowed_s > floor_s:
             plan = replace(plan, allowed_s=allowed_s)
         self.agreement.planned(plan)

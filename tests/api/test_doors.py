@@ -66,6 +66,26 @@ async def test_tls(tmp_path: Path) -> None:
         assert status == 200
 
 
+async def test_who_leaves_a_stream_over_tls_is_missed_by_nobody(tmp_path: Path) -> None:
+    """Of a connection with TLS that is closed next to nothing may be asked: neither by a turn that brings it text, nor
+    by who looks whether it reads; the server's end tells whether that one lives."""
+    ours = aiohttp.Fingerprint(hashlib.sha256(ssl.PEM_cert_to_DER_cert(CERTIFICATE)).digest())
+    settings = write_pair(tmp_path) | {"stalled_seconds": 0.1}
+    async with served(tmp_path, worker={"num_blocks": 1024, "max_len": 2048}, settings=settings) as world:
+        endless = BODY | {"stream": True, "max_tokens": 1500}
+        for _ in range(3):
+            leaving = [await world.session.post(world.url + COMPLETION, json=endless, ssl=ours) for _ in range(6)]
+            whole = asyncio.ensure_future(world.post(COMPLETION, BODY | {"max_tokens": 200}, ssl=ours))
+            for response in leaving:
+                await response.content.readany()
+                response.close()
+            async with asyncio.timeout(20.0):
+                status, answer = await whole
+            assert (status, answer["choices"][0]["text"]) == (200, text_after(200))
+            await world.until(lambda: world.driver.streams.num_answers == 0)
+            await asyncio.sleep(0.05)  # somebody looks
+
+
 def test_what_cannot_be_used_for_tls_is_named(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     assert tls_of("", "") is None

@@ -56,6 +56,19 @@ async def test_prompt_logprobs_as_vllm_tells_them_in_chunks_and_never_from_the_c
         assert "prompt_logprobs" not in plain["choices"][0]
 
 
+async def test_blocks_computed_again_to_be_scored_stay_unnamed(tmp_path: Path) -> None:
+    """Names stay with the blocks that had them; the copies are free as soon as the request is over."""
+    async with served(tmp_path) as world:
+        (home,) = world.driver.engine._homes.values()
+        pool, asked = home.scheduler.pool, {"prompt": PROMPT * 3, "max_tokens": 1}
+        await world.post(COMPLETION, asked)
+        named, num_free = dict(pool._named), pool.num_free
+        assert len(named) == len(PROMPT * 3) // home.scheduler.block_size > 1
+        _, scored = await world.post(COMPLETION, asked | {"prompt_logprobs": 0})
+        assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert (pool._named, pool.num_free) == (named, num_free)
+
+
 async def test_a_chat_tells_them_beside_its_choices_and_may_ask_for_nothing_else(tmp_path: Path) -> None:
     async with served(tmp_path) as world:
         body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 0, "prompt_logprobs": 1, "n": 2}

@@ -254,6 +254,10 @@ async def test_a_forced_call_is_a_grammar_and_a_turn_of_a_tool_is_rendered(tmp_p
         for change, param in bad:
             status, error = await world.post("/v1/chat/completions", {**body, **change})
             assert (status, error["error"]["param"]) == (400, param), change
+        for is_strict, expected in ((False, 200), (True, 400)):  # Anthropic's own word for it
+            tool = {"name": "f", "input_schema": {"not": {}}, "strict": is_strict}
+            asked = {"messages": HELLO, "tools": [tool], "max_tokens": 2}
+            assert (await world.post("/v1/messages", asked))[0] == expected, is_strict
         num_bound = world.driver.engine.snapshot().groups[0].grammars_prepared
         format = {"response_format": {"type": "json_object"}}
         for change, binds in (

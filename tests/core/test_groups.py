@@ -217,6 +217,23 @@ def test_a_step_may_take_ten_times_what_was_predicted_and_the_floor_at_least(tok
     assert f"took over {allowed_s:g} s" in hand.log.notes[-1].text
 
 
+@pytest.mark.parametrize(("token_s", "busy_s"), [(0.0, 0.0), (0.05, 16.0)])
+def test_who_falls_silent_in_a_step_may_be_busy_with_it(token_s: float, busy_s: float) -> None:
+    """Twenty seconds are allowed for it and four of silence are over: sixteen until it can say that it is there."""
+    hand = several("a")
+    hand.scheduler(b"a").pacing.learn(0, 100, 100 * token_s)
+    hand.submit(PROMPT, max_tokens=3)
+    hand.handle(Tick(), after_s=SETTINGS.silence_s)
+    assert [(said.peers, said.busy_s) for said in hand.log.stuck] == [((b"a",), pytest.approx(busy_s))]
+
+
+def test_one_hiccup_allows_no_step_more_than_an_hour() -> None:
+    hand = several("a")
+    hand.scheduler(b"a").pacing.learn(0, 100, 1e6)
+    hand.submit(PROMPT, max_tokens=3)
+    assert hand.workers[b"a"].plans[0].allowed_s == 3600.0
+
+
 def test_a_connection_that_ended_makes_the_core_ask_everybody() -> None:
     hand = several("a", "b")
     num_sent = len(hand.log.sent)

@@ -138,7 +138,12 @@ def test_who_is_absent_is_stuck_unless_it_comes_back_or_ends() -> None:
         await asyncio.sleep(0)
         assert stuck == [("w", 3, "did not come back within 0.02 s (silent for 2 s)")]
         assert processes.ended("w", 1) == b"peer-1-again"
-        processes.absent([b"peer-4"], "late")
+        all_told.clear()
+        processes.absent([b"peer-4"], "silent", busy_s=0.02)
+        await all_told.wait()
+        assert stuck[1:] == [("w", 4, "did not come back within 0.04 s (silent)")]
+        processes.present(b"peer-5", replace(HELLO, pid=5))
+        processes.absent([b"peer-5"], "late")
         processes.close()
 
     asyncio.run(play())
