@@ -32,15 +32,15 @@ class Panels:
         return len(self.no_bias) // PANEL
 
 
-def panels_of(weight: Tensor, zeros: Tensor) -> Panels:
-    """A copy of `weight` [out, in], in its own type. `zeros`: at least as many as there are outputs in all panels."""
+def panels_of(weight: Tensor) -> Panels:
+    """A copy of `weight` [out, in], in its own type."""
     num_outputs, depth = weight.shape
     missing = -num_outputs % PANEL
     whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     columns = whole.reshape(-1, PANEL, depth).transpose(1, 2)
     if weight.dtype == torch.bfloat16:  # neighbours are those that share a word
         columns = columns.unflatten(2, (2, PANEL // 2)).transpose(2, 3)
-    return Panels(columns.contiguous(), zeros[: num_outputs + missing], num_outputs, depth)
+    return Panels(columns.contiguous(), torch.zeros(num_outputs + missing), num_outputs, depth)
 
 
 class PanelProduct:
@@ -50,13 +50,10 @@ class PanelProduct:
         self._objects, self._team = Objects(folder), Team(fork)
         self._lock, self._words = threading.Lock(), Words(4, 5)
         self._functions: dict[int, int] = {}
-        self._zeros = torch.zeros(0)
 
     def over(self, weight: Tensor) -> Product:
         """The product with one weight, of a type in KINDS. Holds nothing of `weight`."""
-        if len(self._zeros) < len(weight) + PANEL:
-            self._zeros = torch.zeros(len(weight) + PANEL)  # who has part of the former keeps it
-        return partial(self, panels_of(weight, self._zeros))
+        return partial(self, panels_of(weight))
 
     def __call__(self, panels: Panels, x: Tensor, bias: Tensor | None) -> Tensor:
         checks.check_rows("x", x, panels.depth)
