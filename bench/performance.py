@@ -1,6 +1,6 @@
 """Writes what benches measured into docs/PERFORMANCE.md, between its marks, and draws its pictures.
 
-    python bench/performance.py --peers f.json --peers-int8 i.json --core c.json --step t.json --scale s.json
+    python bench/performance.py --peers f.json --core c.json --step t.json --scale s.json
 
 Each file is what the bench of that name wrote with `--json`; it is kept as docs/performance/NAME.json, from which the
 page can be made again (`python bench/performance.py`). `--quality` takes a text: what `weights_int8.py` and
@@ -38,7 +38,7 @@ def peers(made: dict[str, Any]) -> str:
         load = WORKLOADS[name]
         turns = {side: [Turn(**turn) for turn in own] for side, own in sides.items()}
         num_rounds = len(next(iter(turns.values())))
-        text += f"\n**{name}**, {load.num_requests} at once, {num_rounds} rounds:\n\n"
+        text += f"\n**{name}**, {load.num_requests} at once, rounds: {num_rounds}\n\n"
         text += markdown(HEADS, rows_of(turns, made["floors_s"][name]))
     if made["peak_mb"]:
         text += "\n" + markdown(("side", "peak memory MB"), [(s, f"{mb:.0f}") for s, mb in made["peak_mb"].items()])
@@ -97,9 +97,12 @@ def quality(said: str) -> str:
 
 
 PARTS_OF_PAGE: dict[str, Callable[[Any], str]] = {
-    "peers": peers, "peers-int8": peers, "core": core, "step": step, "scale": scale,
+    "peers": peers,
+    "core": core,
+    "step": step,
+    "scale": scale,
     "quality": quality,
-}  # fmt: skip
+}
 
 
 def written(page: str, name: str, text: str) -> str:
