@@ -126,11 +126,11 @@ class Service:
 
     def _recover(self) -> None:
         """Once all is calm, each gateway finds all controllers, and they serve."""
-        fronts = [front for front in self.fronts if front.is_alive]
         addresses = [f"http://site{number}" for number in range(len(self.network.sites))]
         # Who died last is taken for alive until it was silent for long enough, and who follows it by its name waits.
         settle_s = LATEST_S + max(site.silence_s for site in self.circumstances.sites)
         self._pass(max(self.circumstances.calm_s - self.agenda.now, 0.0) + settle_s, lambda: False)
+        fronts = [front for front in self.fronts if front.is_alive]
         found_s = FLEET_TTL_S + TO_FIND_OUT_S
 
         def is_found() -> bool:
