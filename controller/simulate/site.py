@@ -117,6 +117,9 @@ class Site(World):
             reply.hear = None
             self.inbox.append(Cancel(request_id))
 
+    def walks_away(self, request_id: int) -> None:
+        """Nobody: its clients are the gateways', and leave by them."""
+
     def fulfil(self, effect: Effect) -> None:
         super().fulfil(effect)
         match effect:

@@ -293,7 +293,7 @@ class World:
             return  # a named prefix that was being computed
         self.seen["beams swapped"] += errand.submit.beams is not None
         if luck < 0.1:
-            self.inbox.append(Cancel(request_id))
+            self.walks_away(request_id)
         elif luck < 0.2:
             index = self.rng.randrange(errand.submit.n)
             if self.num_emitted[request_id, index]:  # a stop string is found in something
@@ -305,6 +305,10 @@ class World:
                 self.died(body, returns=True)
 
     # --- clients
+
+    def walks_away(self, request_id: int) -> None:
+        """Whoever asked leaves, on a whim."""
+        self.inbox.append(Cancel(request_id))
 
     def _submitting(self, errand: Errand) -> Callable[[], None]:
         def submit() -> None:
