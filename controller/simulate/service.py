@@ -10,8 +10,6 @@ and nobody holds anything.
     python -m kilburn.controller.simulate.service --steps 1000000 --jobs 8
 """
 
-import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,11 +28,10 @@ from kilburn.controller.simulate.site import Site
 from kilburn.controller.simulate.story import Story
 from kilburn.controller.simulate.virtual import LATEST_S, PATIENCE_S
 from kilburn.controller.simulate.witness import WorldBroken
-from kilburn.controller.simulate.world import Verdict, run_seeds
+from kilburn.controller.simulate.world import Verdict, command
 from kilburn.shared.sampling import Sampling
 
 COMMAND = "kilburn.controller.simulate.service"
-MOST_SEEDS = 1 << 40
 TO_FIND_OUT_S = 5.0  # beyond `lost_s`: probes, their patience, and a try or two
 MOST_EVENTS = 2_000_000
 
@@ -236,28 +233,5 @@ def run_service(seed: int) -> Verdict:
     return verdict
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="service", description="Run gateways and controllers amid faults.")
-    parser.add_argument("--seed", type=int, help="one service")
-    parser.add_argument("--seeds", default="0:500", help="many, as FIRST:END")
-    parser.add_argument("--steps", type=int, default=0, help="from the first seed on, until so many were planned")
-    parser.add_argument("--story", action="store_true", help="tell all that happened, not only where it failed")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
-    parser.add_argument("--failures", type=int, default=1, help="stop after so many")
-    options = parser.parse_args()
-    if options.seed is not None:
-        verdict = run_service(options.seed)
-        print(verdict.report(whole=options.story))
-        return 1 if verdict.failure else 0
-    first, _, end = options.seeds.partition(":")
-    seeds = range(int(first), MOST_SEEDS if options.steps else int(end or int(first) + 1))
-    failures, seen = run_seeds(seeds, options.jobs, options.failures, run=run_service, num_steps=options.steps)
-    for verdict in failures:
-        print(verdict.report(whole=options.story))
-    print("seen:", ", ".join(f"{count:,} {name}" for name, count in sorted(seen.items())))
-    print("all well" if not failures else f"{len(failures)} failures")
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("service", "Run gateways and controllers amid faults.", "0:500", run_service))

@@ -5,6 +5,7 @@ the law that broke, and the story of the requests involved.
 
     python -m kilburn.controller.simulate.world --seed 17 --story
     python -m kilburn.controller.simulate.world --seeds 0:100000 --jobs 8
+    python -m kilburn.controller.simulate.world --steps 1000000 --jobs 8
 """
 
 import argparse
@@ -22,6 +23,7 @@ from kilburn.controller.simulate.virtual import World
 from kilburn.controller.simulate.witness import WorldBroken
 
 CHUNK = 16  # seeds handed to a process at once
+MOST_SEEDS = 1 << 40
 BAND = 512  # seeds by process, after which all wait for the last
 COMMAND = "kilburn.controller.simulate.world"
 
@@ -109,20 +111,23 @@ def run_seeds(
     return failures, seen
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="world", description="Run the core in worlds full of faults.")
-    parser.add_argument("--seed", type=int, help="one world")
-    parser.add_argument("--seeds", help="many worlds, as FIRST:END")
+def command(what: str, about: str, seeds: str, run: Callable[[int], Verdict]) -> int:
+    """What the command line asks for; the exit status. `seeds`: those that are run where none are given."""
+    parser = argparse.ArgumentParser(prog=what, description=about)
+    parser.add_argument("--seed", type=int, help=f"one {what}")
+    parser.add_argument("--seeds", default=seeds, help="many, as FIRST:END")
+    parser.add_argument("--steps", type=int, default=0, help="from the first seed on, until so many were planned")
     parser.add_argument("--story", action="store_true", help="tell all that happened, not only where it failed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many")
     options = parser.parse_args()
     if options.seed is not None:
-        verdict = run_seed(options.seed)
+        verdict = run(options.seed)
         print(verdict.report(whole=options.story))
         return 1 if verdict.failure else 0
-    first, _, end = (options.seeds or "0:2000").partition(":")
-    failures, seen = run_seeds(range(int(first), int(end or int(first) + 1)), options.jobs, options.failures)
+    first, _, end = options.seeds.partition(":")
+    wanted = range(int(first), MOST_SEEDS if options.steps else int(end or int(first) + 1))
+    failures, seen = run_seeds(wanted, options.jobs, options.failures, run=run, num_steps=options.steps)
     for verdict in failures:
         print(verdict.report(whole=options.story))
     print("seen:", ", ".join(f"{count:,} {name}" for name, count in sorted(seen.items())))
@@ -131,4 +136,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command("world", "Run the core in worlds full of faults.", "0:2000", run_seed))
