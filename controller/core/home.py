@@ -11,10 +11,16 @@ from kilburn.controller.core.lease import Lease, LeaseState
 from kilburn.controller.core.ranks import Agreement
 from kilburn.controller.core.scheduler import Scheduler
 from kilburn.controller.core.sequence import Group
+from kilburn.controller.core.step import Flight
 from kilburn.shared.messages import Beat, Drain, StepPlan
 
 TIMES = 10
 MOST_S = 3600.0  # for a step, however dear one hiccup has made tokens look
+
+
+def _generous_s(flight: Flight) -> float:
+    """What a step may take by its prediction alone."""
+    return min(TIMES * flight.predicted_s, MOST_S)
 
 
 class Home:
@@ -35,7 +41,7 @@ class Home:
 
     def allowed_s(self, floor_s: float) -> float:
         """How long the oldest step under way may take."""
-        return max(floor_s, min(TIMES * self.scheduler.flights[0].predicted_s, MOST_S))
+        return max(floor_s, _generous_s(self.scheduler.flights[0]))
 
     def step_deadline(self, floor_s: float) -> float | None:
         """When the oldest step under way is late, counted from the later of its sending and the commit before."""
@@ -59,7 +65,7 @@ class Home:
         plan = self.scheduler.plan(now, effects)
         if plan is None:
             return None
-        allowed_s = min(TIMES * self.scheduler.flights[-1].predicted_s, MOST_S)
+        allowed_s = _generous_s(self.scheduler.flights[-1])
         if allowed_s > floor_s:
             plan = replace(plan, allowed_s=allowed_s)
         self.agreement.planned(plan)
