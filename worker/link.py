@@ -212,7 +212,10 @@ class WorkerLink:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.counters.unsent += 1
-            self._lose(f"{_MARK} frames are waiting to leave" if error.errno == zmq.EAGAIN else str(error.strerror))
+            if error.errno == zmq.EAGAIN:  # the queue is full; or there is none, as whoever was refused has none
+                self._lose(self._ended() or f"{_MARK} frames are waiting to leave")
+            else:
+                self._lose(str(error.strerror))
             return
         self.counters.frames_out += 1
         self.counters.bytes_out += len(frame)

@@ -36,7 +36,7 @@ async def test_a_long_silence_is_broken_by_comments_and_by_nothing_else(tmp_path
 
 @contextlib.asynccontextmanager
 async def unread(url: str, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
-    """A stream whose client reads nothing, over a socket that holds little. The server is in this process."""
+    """A stream whose client reads nothing, over a connection that holds little. The server is in this process."""
     host, port = url.removeprefix("http://").rsplit(":", 1)
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -52,6 +52,7 @@ async def unread(url: str, body: dict[str, Any]) -> AsyncIterator[socket.socket]
                 await asyncio.sleep(0.005)
         (server,) = [transport for transport in loop._transports.values() if _is_of(transport, sock)]
         server.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        server.set_write_buffer_limits(high=1024)  # however few deltas the text leaves in, they do not fit
         await loop.sock_sendall(sock, data)
         yield sock
 

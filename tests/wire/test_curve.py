@@ -61,6 +61,24 @@ def test_strangers_get_nothing(keys: tuple[ControllerKeys, WorkerKeys], tmp_path
     run(act)
 
 
+def test_who_was_refused_before_it_said_anything_hears_why(keys: tuple[ControllerKeys, WorkerKeys]) -> None:
+    """A refused socket has no queue any more, and must not look like one whose queue is full."""
+    ours, _ = keys
+
+    async def act() -> None:
+        async with controller(ours) as side:
+            for nth in range(120):  # about every twentieth is refused in the way, and at the time, that this is about
+                with worker(side.link.endpoint, "w1", None) as odd:
+                    await asyncio.sleep(nth % 40 * 0.0005)
+                    odd.send(HELLO)
+                    lost = await received(odd)
+                    assert isinstance(lost, LinkLost)
+                    assert "refused" in lost.reason
+                    odd.close(flush_s=0.0)
+
+    run(act)
+
+
 def test_an_empty_allow_list_admits_nobody(keys: tuple[ControllerKeys, WorkerKeys]) -> None:
     ours, listed = keys
 
