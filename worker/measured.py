@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kilburn.kernels.observing import Observer
 from kilburn.shared.layout import blocks_for
 from kilburn.shared.ledger import Ledger
 from kilburn.shared.messages import Admit
@@ -76,7 +76,7 @@ class Heights:
     logits_bytes: int
 
 
-class Meter(TorchDispatchMode):
+class Meter(Observer):
     """While it is on, `now` is the sum of the tensors that were made since and are alive; `peak` its largest value."""
 
     def __init__(self) -> None:

@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kilburn.kernels.cpu.arguments import FAULT, S_FUNCTION, S_IN, S_OUT, Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.rooms import Loans, Rooms
 from kilburn.kernels.cpu.team import TAPE, Fork, Tape, Team
+from kilburn.kernels.observing import Observer
 
 Run = Callable[[], Tensor]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(Observer):
     """Lends memory to every tensor that is made, and refuses what a replay would not do."""
 
     def __init__(self, loans: Loans) -> None:

@@ -422,6 +422,19 @@ def test_a_pool_that_nobody_sized_serves_every_row_at_full_length(folder: Path) 
     assert ready.ledger.num_blocks == ready.executor.runner.cache.num_blocks == 28
 
 
+def test_a_worker_that_is_ready_on_a_cpu_has_loaded_no_compiler_but_that_of_its_kernels(folder: Path) -> None:
+    """torch's own, and what it brings, would be seconds of every start, and a hundred megabytes."""
+    code = (
+        "import sys; from kilburn.shared.config import WorkerSettings; from kilburn.worker.start import make_ready\n"
+        f"make_ready(WorkerSettings(model={str(folder)!r}, name='w', device='cpu'))\n"
+        "heavy = ('torch._dynamo', 'torch._inductor', 'sympy', 'triton', 'transformers')\n"
+        "print('loaded:', *(name for name in heavy if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "loaded:" in done.stdout.splitlines()
+
+
 def test_threads_are_as_set_or_leave_a_core_to_the_controller() -> None:
     assert threads_for(5) == 5
     assert threads_for(0) == (num_cores() - 1 if num_cores() > 2 else num_cores())
