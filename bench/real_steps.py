@@ -9,7 +9,7 @@ the engine until all decode, and the worker's rows are then set to what the engi
 costs a step what any KV does.
 
 Seconds are exclusive: a product inside of sampling is a product. The clocks take about half a microsecond a call. Where
-decodes are recorded and asked for as one launch, the parts are those of the same steps with their calls one by one, and
+steps are recorded and asked for as one launch, the parts are those of the same steps with their calls one by one, and
 the step is as it serves.
 """
 

@@ -6,7 +6,7 @@
       - logits           logits of as many rows as are sampled at once, and their copies on the way to a token
       - step buffers     the inputs of a step, made once at their largest
       - graphs           where decodes are recorded: the activations of the largest, and the result of each; on a CPU
-                         what it took, some MB, which is known when they are recorded
+                         what a recorded step takes beyond its activations, some MB, which is known then
       = spare         -> KV pool of whole blocks (pool_size.py says how much of it is taken)
 
 The worker fills in the same bill by measurement when it starts (worker/measured.py); `differences` compares the two.
@@ -190,7 +190,7 @@ class Batch:
     max_len: int
     recorded: tuple[int, ...] = ()  # numbers of rows whose decodes are recorded
     is_fused: bool = False  # sampling goes over the logits in place
-    host_graph_bytes: int = 0  # of decodes that a CPU has recorded: what their kernels make depends on their forms
+    host_graph_bytes: int = 0  # of a step that a CPU has recorded: what its kernels make depends on their forms
     num_unsampled: int = 0  # of ranks > 0: the columns of logits that they make, and do not sample from
 
 

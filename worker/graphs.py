@@ -1,4 +1,4 @@
-"""Decode as one recorded graph: hundreds of launches that the host asks for with one call, on a GPU or the CPU.
+"""Decode as one recorded graph: hundreds of launches that the host asks for with one call, on a GPU.
 
     a decode of n rows          n = 5                           the graph recorded for the next size, 8
     ids, positions              t t t t t                       t t t t t 0 0 0

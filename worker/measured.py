@@ -141,7 +141,7 @@ def heights(runner: ModelRunner, device: torch.device) -> Heights:
 
 
 def _forward(runner: ModelRunner, work: Work) -> Tensor:
-    """Hidden states, by the model itself: a recorded decode holds nothing anew."""
+    """Hidden states, by the model itself: a recorded step holds nothing anew."""
     ids, batch, cache = runner.inputs.ids.fill(work.ids), runner.inputs.batch(work), runner.cache
     return runner.model.forward(ids, cache.pool, batch, runner.kernels, cache.scales)
 

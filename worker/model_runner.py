@@ -28,10 +28,10 @@ from kilburn.shared.messages import PromptLogprobs
 from kilburn.worker.graphs import Graphs, Record, recorded, recorder_for
 from kilburn.worker.kv_cache import KVCache, has_own_memory
 from kilburn.worker.parallel import Ranks
+from kilburn.worker.replays import Replays, recorded_step
 from kilburn.worker.rows import Ints, Limits, Rows, Work
 from kilburn.worker.sampler import Chosen, choose, heard, score, told
 
-MOST_REPLAYED_ROWS = 6  # up to here the CPU replays decodes: of more, asking takes a small share of the time
 HIDDEN_NOT_FINITE = "the model's hidden states are not finite"
 
 
@@ -125,32 +125,36 @@ class ModelRunner:
         self.ranks = ranks or Ranks()
         self.inputs = Inputs(rows.limits, rows.max_blocks, device)
         self.rows_at_once = logits_rows(rows.limits.vocab_size, rows.limits.max_rows)
-        self.graphs: Graphs | None = None
-        self.host_graph_bytes = 0  # of decodes that the CPU has recorded
+        self.graphs: Graphs | Replays | None = None
+        self.host_graph_bytes = 0  # of the step that the CPU has recorded, with its activations
         if not is_recorded:
             return
         if records(device, self.ranks):
             self.record(recorder_for(device))
         elif not self.ranks.are_several and (recorder := recorder_of(kernels)) is not None:
-            self.record(recorder, list(range(1, min(MOST_REPLAYED_ROWS, self._most_rows) + 1)))
-            if self.graphs is not None:
-                self.host_graph_bytes = recorder.num_bytes + self.graphs.tables.nbytes
+            with torch.inference_mode():
+                sizes = self._most_rows, rows.limits.max_step_tokens, rows.max_blocks
+                replays = recorded_step(self.inputs, *sizes, self._forward, recorder)
+            if replays is not None:
+                self.graphs, self.host_graph_bytes = replays, replays.recording.num_bytes + replays.tables.nbytes
 
     @property
     def _most_rows(self) -> int:
         """Of a decode."""
         return min(self.rows.limits.max_rows, self.rows.limits.max_step_tokens)
 
-    def record(self, record: Record, sizes: list[int] | None = None) -> None:
-        """From now on decodes of these numbers of rows, and below the largest, are replayed."""
-        limits, pool, scales = self.rows.limits, self.cache.pool, self.cache.scales
+    def _forward(self, ids: Tensor, batch: Batch) -> Tensor:
+        return self.model.forward(ids, self.cache.pool, batch, self.kernels, self.cache.scales)
+
+    def record(self, record: Record) -> None:
+        """From now on decodes are replayed, of the sizes that are recorded, and below the largest."""
         with torch.inference_mode():
             self.graphs = recorded(
                 self.inputs,
-                sizes or recorded_sizes(self._most_rows),
+                recorded_sizes(self._most_rows),
                 self.rows.max_blocks,
-                limits.max_len,
-                lambda ids, batch: self.model.forward(ids, pool, batch, self.kernels, scales),
+                self.rows.limits.max_len,
+                self._forward,
                 record,
             )
 
@@ -165,7 +169,7 @@ class ModelRunner:
         if self.graphs is not None and self.graphs.takes(work):
             hidden = self.graphs.run(work)
         else:
-            hidden = self.model.forward(ids, self.cache.pool, batch, self.kernels, self.cache.scales)
+            hidden = self._forward(ids, batch)
         # A sum is NaN or infinite if a term is: one pass, and one number per token goes to the host.
         is_finite = np.isfinite(hidden.sum(dim=-1, dtype=torch.float32).cpu().numpy())
         if is_finite.all() and not self.ranks.are_several:

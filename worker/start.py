@@ -131,7 +131,9 @@ def make_ready(settings: WorkerSettings) -> Ready:
         if settings.verify_swap:
             executor.check = SwapCheck(cache.host_blocks, ranks.any)
         # What the host records takes is known when it has recorded: a share of its memory stays free for such things.
-        batch = replace(batch, host_graph_bytes=executor.runner.host_graph_bytes)
+        # The tensors of a recorded step are its activations, which are on the bill.
+        recorded_bytes = executor.runner.host_graph_bytes - ledger.bill(shape, layout, dtype, batch).activation_bytes
+        batch = replace(batch, host_graph_bytes=max(recorded_bytes, 0))
         graph_bytes = reserved_bytes(device) - before if batch.recorded else batch.host_graph_bytes
     planned = ledger.bill(shape, layout, dtype, batch, num_blocks, num_host_blocks)
     with phase("measuring"):

@@ -93,8 +93,14 @@ class Words:
     layers of a step, and is checked then; what is left for each launch is addresses.
     """
 
-    def __init__(self, num_addresses: int, num_others: int, num_numbers: int = 0) -> None:
-        """The last `num_numbers` of the others are float64. The first three words count as addresses do."""
+    def __init__(
+        self, num_addresses: int, num_others: int, num_numbers: int = 0, rows_at: int = 0, seqs_at: int = 0
+    ) -> None:
+        """The last `num_numbers` of the others are float64. The first three words count as addresses do.
+
+        `rows_at` and `seqs_at` are the words that grow with a step's tokens and with its sequences; 0: there is none.
+        """
+        self.rows_at, self.seqs_at = rows_at, seqs_at
         self._addresses = struct.Struct(f"=3q{num_addresses}q")
         self._others = struct.Struct(f"={num_others - num_numbers}q{num_numbers}d")
         self._held = bytearray(self._addresses.size + self._others.size)

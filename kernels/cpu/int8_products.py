@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kilburn.kernels import checks
-from kilburn.kernels.cpu.arguments import INT8_PANEL, Words
+from kilburn.kernels.cpu.arguments import I_NUM_ROWS, INT8_PANEL, Q_NUM_ROWS, Words
 from kilburn.kernels.cpu.objects import Objects
 from kilburn.kernels.cpu.products import Product
 from kilburn.kernels.cpu.team import TAPE, Fork, Team
@@ -49,7 +49,8 @@ class Int8Product:
     def __init__(self, fork: Fork | None, folder: Path | None = None) -> None:
         self._objects, self._team = Objects(folder), Team(fork)
         self._lock = threading.Lock()
-        self._quantize_words, self._words = Words(3, 6), Words(6, 5)
+        self._quantize_words = Words(3, 6, rows_at=Q_NUM_ROWS)
+        self._words = Words(6, 5, rows_at=I_NUM_ROWS)
         self._quantize, self._multiply = 0, 0
         self._rows, self._scales = torch.empty(0, dtype=torch.int16), torch.empty(0)
 

@@ -38,8 +38,9 @@ class CpuKernels:
         self._fork, self._objects, self._team = fork, Objects(folder), Team(fork)
         self._addresses: dict[tuple[str, int], int] = {}
         self._lock = threading.Lock()
-        self._attention, self._write = Words(18, 22, 2), Words(8, 21)
-        self._norm, self._silu, self._moves = Words(4, 8, 1), Words(4, 8, 1), Words(3, 6)
+        self._attention = Words(18, 22, 2, rows_at=words.NUM_TOKENS, seqs_at=words.NUM_SEQS)
+        self._write, self._moves = Words(8, 21, rows_at=words.W_NUM_TOKENS), Words(3, 6)
+        self._norm, self._silu = (Words(4, 8, 1, rows_at=words.R_NUM_ROWS) for _ in range(2))
         self._rooms = Rooms()
 
     @property
@@ -196,34 +197,27 @@ class CpuKernels:
         return out
 
     def _attend(self, kind: int, head_dim: int, group: int, out: Tensor, is_int8: bool) -> None:
-        """Surveys, gives scratch, runs."""
-        attention = self._attention
+        """Surveys, gives scratch, runs. What is recorded has no rows but those of sequences."""
+        attention, tape = self._attention, TAPE.get()
         self._team.run(self._address("survey", kind), attention, 1)
         fault, *_, num_units, num_values, num_cut_rows, num_arrivals, rows_start, rows_end = attention.read(
             words.FAULT, words.ROWS_END + 1
         )
         if fault:
             return
-        if rows_start or rows_end < out.shape[0]:  # rows of no sequence
+        if tape is None and (rows_start or rows_end < out.shape[0]):  # rows of no sequence
             out[:rows_start] = 0
             out[rows_end:] = 0
         num_threads = min(torch.get_num_threads(), num_units) if num_values >= WORTH_SHARING else 1
         step, rooms = words.scratch_bytes(head_dim, group), self._rooms
-        scratch_bytes = max(num_threads, 1) * step
-        if (tape := TAPE.get()) is not None:  # later contexts may be longer, and all threads come
-            rooms, scratch_bytes = tape.rooms, tape.num_threads * step
-            num_arrivals, num_cut_rows = self._most_cuts(out.shape[0], out.shape[1])
-        scratch, arrivals = rooms.scratch.address(scratch_bytes), rooms.arrivals.address(8 * num_arrivals)
+        if tape is None:
+            scratch = rooms.scratch.address(max(num_threads, 1) * step)
+        else:  # all threads come; what cut units leave has its place when the step is known
+            scratch = tape.scratch.address(tape.num_threads * step)
         pieces = rooms.pieces.address(num_cut_rows * words.piece_bytes(head_dim))
-        attention.write(words.SCRATCH, scratch, step, pieces, arrivals)
+        attention.write(words.SCRATCH, scratch, step, pieces, rooms.arrivals.address(8 * num_arrivals))
         name = "attention_int8" if is_int8 else "attention"
         self._team.run(self._address(name, kind), attention, num_threads)
-
-    def _most_cuts(self, num_tokens: int, num_heads: int) -> tuple[int, int]:
-        """Arrivals and rows of cut units, where contexts are as long as their tables."""
-        (block_size,) = self._attention.read(words.BLOCK_SIZE, words.BLOCK_SIZE + 1)
-        (max_blocks,) = self._attention.read(words.MAX_BLOCKS, words.MAX_BLOCKS + 1)
-        return num_tokens * num_heads, num_tokens * num_heads * (max_blocks * block_size // words.CUT + 1)
 
     def copy_blocks(self, pool: Tensor, pairs: Tensor) -> None:
         self.swap_blocks(pool, pool, pairs)

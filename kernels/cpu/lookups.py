@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kilburn.kernels.cpu.arguments import FAULT, Words
+from kilburn.kernels.cpu.arguments import E_NUM_IDS, FAULT, Words
 from kilburn.kernels.cpu.objects import KINDS, Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
@@ -16,7 +16,7 @@ class RowLookup:
 
     def __init__(self, fork: Fork | None, folder: Path | None = None) -> None:
         self._objects, self._team = Objects(folder), Team(fork)
-        self._lock, self._words = threading.Lock(), Words(3, 4)
+        self._lock, self._words = threading.Lock(), Words(3, 4, rows_at=E_NUM_IDS)
         self._functions: dict[int, int] = {}
 
     def takes(self, table: Tensor) -> bool:

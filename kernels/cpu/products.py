@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kilburn.kernels import checks
-from kilburn.kernels.cpu.arguments import PANEL, Words
+from kilburn.kernels.cpu.arguments import P_NUM_ROWS, PANEL, Words
 from kilburn.kernels.cpu.objects import KINDS, Objects
 from kilburn.kernels.cpu.team import Fork, Team
 
@@ -48,7 +48,7 @@ class PanelProduct:
 
     def __init__(self, fork: Fork | None, folder: Path | None = None) -> None:
         self._objects, self._team = Objects(folder), Team(fork)
-        self._lock, self._words = threading.Lock(), Words(4, 5)
+        self._lock, self._words = threading.Lock(), Words(4, 5, rows_at=P_NUM_ROWS)
         self._functions: dict[int, int] = {}
 
     def over(self, weight: Tensor) -> Product:

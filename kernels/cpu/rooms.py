@@ -1,9 +1,9 @@
 """Memory that kernels work in, kept from call to call; of a recording, for as long as it may be replayed.
 
 What is recorded has its addresses in the words of its launches, and so nothing that was handed out may move or be
-given back. Decodes that one Recorder records, of all sizes, share what there is: they are replayed one after another,
-and in a replay nobody comes to a launch before all that the one before it asked for is done. Who comes late finds no
-work, and has a place in `scratch` that is none of theirs who went on, for all of them came before it.
+given back. Replays go one after another, and in a replay nobody comes to a launch before all that the one before it
+asked for is done. Who comes late finds no work, and has a place in `scratch` that is none of theirs who went on, for
+all of them came before it.
 """
 
 from weakref import ReferenceType, ref
@@ -44,13 +44,9 @@ class Scratch:
 class Rooms:
     """What attention works in."""
 
-    def __init__(self, is_recorded: bool = False) -> None:
-        self.scratch, self.pieces = Scratch(is_recorded), Scratch(is_recorded)
-        self.arrivals = Scratch(is_recorded)  # left at zero
-
-    @property
-    def num_bytes(self) -> int:
-        return self.scratch.num_bytes + self.pieces.num_bytes + self.arrivals.num_bytes
+    def __init__(self) -> None:
+        self.scratch, self.pieces = Scratch(), Scratch()
+        self.arrivals = Scratch()  # left at zero
 
 
 class Loans:

@@ -16,19 +16,29 @@ from pathlib import Path
 import torch  # first: its OpenMP library must be the one in the process
 
 from kilburn.kernels.cpu.arguments import Words
-from kilburn.kernels.cpu.rooms import Rooms
+from kilburn.kernels.cpu.rooms import Scratch
 
 ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Fork = Callable[[int, int, int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A function, and a copy of its words; which of these grow with tokens and sequences, as in `Words`."""
+
+    function: int
+    words: bytes
+    rows_at: int
+    seqs_at: int
+
+
 @dataclass(slots=True)
 class Tape:
-    """The launches that were made while it was set, to be made again on as many threads, with what they work in."""
+    """The launches that were asked for while it was set, to be made on as many threads, with what these work in."""
 
     num_threads: int
-    rooms: Rooms
-    launches: list[tuple[int, bytes]] = field(default_factory=list)  # a function, and a copy of its words
+    scratch: Scratch
+    launches: list[Launch] = field(default_factory=list)
 
 
 TAPE: ContextVar[Tape | None] = ContextVar("TAPE", default=None)
@@ -47,10 +57,12 @@ class Team:
         return "Python threads" if self._fork is None else "torch's OpenMP threads"
 
     def run(self, function: int, words: Words, num_threads: int) -> None:
-        """Enters the function at an address, on at most `num_threads` threads; returns when all have left."""
+        """Enters the function at an address, on at most `num_threads` threads; returns when all have left. What is
+        recorded is not run: it gives no answers, and finds no fault."""
         arguments = words.address
         if (tape := TAPE.get()) is not None:
-            tape.launches.append((function, words.copied()))
+            tape.launches.append(Launch(function, words.copied(), words.rows_at, words.seqs_at))
+            return
         if num_threads > 1 and self._fork is not None:
             self._fork(function, arguments, num_threads, 0)
             return

@@ -41,7 +41,7 @@ def test_plan_and_worker_make_one_bill(tmp_path: Path) -> None:
     plan = make_plan(settings(folder, **asked, host_pool=MIB))
     worker = make_ready(WorkerSettings(model=str(folder), name="w", device="cpu", host_pool=MIB, **asked))
     mine, theirs = plan.bill.amounts(), worker.planned.amounts()
-    # On a CPU the embedding stays in its file, decodes are recorded as words of launches, and sampling makes copies.
+    # On a CPU the embedding stays in its file, a step is recorded as words of launches, and sampling makes copies.
     assert mine.pop("weights") - plan.shape.lookup_bytes == theirs.pop("weights")
     assert min(theirs.pop("graphs"), mine.pop("graphs")) > 0
     assert mine.pop("logits workspace") < theirs.pop("logits workspace")

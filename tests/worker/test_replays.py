@@ -1,22 +1,23 @@
-"""Decodes that the CPU has recorded: the same numbers as launch by launch, from the same memory, or none at all."""
+"""Steps that the CPU has recorded: the same numbers as launch by launch, from the same memory, or none at all."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kilburn.kernels.cpu.arguments import S_IN
 from kilburn.kernels.cpu.kernels import CpuKernels
-from kilburn.kernels.cpu.recording import Recording
+from kilburn.kernels.cpu.recording import Counts
 from kilburn.kernels.cpu.team import torch_openmp
 from kilburn.shared.layout import KVLayout
 from kilburn.shared.messages import Admit, StepPlan
 from kilburn.shared.sampling import Sampling
 from kilburn.worker.kv_cache import KVCache
-from kilburn.worker.model_runner import MOST_REPLAYED_ROWS
 from kilburn.worker.models.weights import load
+from kilburn.worker.replays import Replays
 from kilburn.worker.rows import Limits
 from kilburn.worker.start import executor_for
 from kilburn.worker.step import Executor
@@ -64,16 +65,19 @@ def written(executor: Executor, prompts: list[int], num_steps: int) -> list[list
     return drawn + [executor.run(StepPlan(0, step, rows, [1] * len(rows))).tokens for step in range(2, num_steps)]
 
 
+def counts(queries: int, context: int) -> tuple[Counts, Counts]:
+    """Of a step of one sequence."""
+    return np.array([queries]), np.array([context])
+
+
 @pytest.mark.parametrize(("kind", "quantization"), [("smollm", "none"), ("smollm", "int8"), ("qwen3", "none")])
 def test_a_replay_says_what_the_launches_say(tmp_path: Path, two_threads: None, kind: str, quantization: str) -> None:
-    """Also where contexts grow beyond a cut of attention, and where rows are filled up with padding."""
+    """Of prompts and of decodes, by one recording; also where contexts grow beyond a cut of attention."""
     folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=SIZES)
     executor = executor_of(folder, quantization)
     recorded = executor.runner.graphs
     assert recorded is not None, "every launch of the family is a kernel's"
-    assert recorded.sizes == [1, 2, NUM_ROWS]
-    assert recorded.sizes[-1] <= MOST_REPLAYED_ROWS
-    for prompts in ([250], [40, 5], [3, 255, 17]):
+    for prompts in ([250], [40, 5], [3, 255, 17], [1, 1, 1], [360, 20]):
         executor.clear()
         got = written(executor, prompts, 12)
         executor.clear()
@@ -84,33 +88,32 @@ def test_a_replay_says_what_the_launches_say(tmp_path: Path, two_threads: None, 
 
 def test_what_is_out_of_bounds_is_told_by_a_replay(tmp_path: Path) -> None:
     executor = executor_of(make_tiny(tmp_path, "smollm", with_tokenizer=False, overrides=SIZES), "none")
-    recorded = executor.runner.graphs
-    assert recorded is not None
+    replays = executor.runner.graphs
+    assert isinstance(replays, Replays)
     executor.runner.inputs.slots.fill(torch.full((1,), 10**6).numpy())
     with pytest.raises(ValueError, match="out of bounds, by kernel 3 of"):
-        recorded.replays[1]()
+        replays.recording(*counts(1, 0))
 
 
 def test_a_replay_ends_with_the_first_kernel_that_finds_a_fault(tmp_path: Path) -> None:
     """Attention relies on what the survey before it checked; where that is broken, nothing behind it runs."""
     executor = executor_of(make_tiny(tmp_path, "smollm", with_tokenizer=False, overrides=SIZES), "none")
-    recorded, inputs = executor.runner.graphs, executor.runner.inputs
-    assert recorded is not None
-    replay = recorded.replays[1]
-    assert isinstance(replay, Recording)
+    replays, inputs = executor.runner.graphs, executor.runner.inputs
+    assert isinstance(replays, Replays)
+    replay = replays.recording
     inputs.context_len.fill(torch.full((1,), 1 << 30, dtype=torch.int32).numpy())
     with pytest.raises(ValueError, match="out of bounds, by kernel 4 of"):
-        replay()
+        replay(*counts(1, 0))
     came = replay._table[:, S_IN] > 0
     assert came[:5].all()
     assert not came[5:].any()
     inputs.context_len.fill(torch.zeros(1, dtype=torch.int32).numpy())
-    assert bool(replay().isfinite().all())
+    assert bool(replay(*counts(1, 0)).isfinite().all())
     assert (replay._table[:, S_IN] > 0).all()
 
 
-def test_what_recordings_hold_is_that_of_one_layer_of_the_largest(tmp_path: Path) -> None:
-    """Layers and sizes work in the same memory; only results and the words of launches are their own."""
+def test_what_a_recording_holds_is_that_of_one_layer(tmp_path: Path) -> None:
+    """Layers work in the same memory; only the words of launches are their own."""
     taken = []
     for num_layers in (2, 6):
         folder = make_tiny(
@@ -122,7 +125,7 @@ def test_what_recordings_hold_is_that_of_one_layer_of_the_largest(tmp_path: Path
         runner = executor_of(folder, "none").runner
         taken.append(runner.host_graph_bytes)
     num_launches = 4 * 10  # at most, in four layers
-    assert 0 < taken[1] - taken[0] <= NUM_ROWS * num_launches * 46 * 8
+    assert 0 < taken[1] - taken[0] <= num_launches * 46 * 8
 
 
 @pytest.mark.parametrize("ask", [lambda x: x[0].item(), lambda x: torch.equal(x, x), lambda x: x + 1])
@@ -136,7 +139,16 @@ def test_what_a_replay_would_not_do_is_refused(ask: Callable[[Tensor], object]) 
         return x
 
     with pytest.raises(RuntimeError, match=r"aten::\w+ is no kernel"):
-        record(run)
+        record(run, 3, 1)
+
+
+def test_a_kernel_over_other_rows_than_the_steps_is_refused() -> None:
+    """Of a smaller step it would be asked for a share of them."""
+    kernels, x, weight = CpuKernels(torch_openmp()), torch.ones(4, 8), torch.ones(8)
+    record = kernels.recorder()
+    assert record is not None
+    with pytest.raises(RuntimeError, match="not those of the step's tokens"):
+        record(lambda: kernels.rms_norm(x, weight, 1e-5), 3, 1)
 
 
 def test_a_model_that_computes_by_itself_is_not_recorded(tmp_path: Path) -> None:
