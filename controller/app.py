@@ -22,6 +22,7 @@ from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.readers import Readers
 from kilburn.controller.api.routes import application
+from kilburn.controller.api.senders import Senders
 from kilburn.controller.api.service import Service
 from kilburn.controller.calls.forms import FORMS
 from kilburn.controller.collector import rare_collections
@@ -201,7 +202,8 @@ async def running_controller(
     )
     app = application(service, keyring, settings.max_body, Origins(settings.cors_origins))
     Readers(settings.stalled_seconds, driver.streams.counts.stall).watch_all(app)
-    runner = runner_of(app, settings.max_url, settings.max_header)
+    runner = runner_of(app, settings)
+    Senders(settings.sending_seconds, driver.streams.counts.give_up).watch_all(runner)
     alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:
         registry.start()

@@ -11,6 +11,7 @@ over: its first token is its last.
 
 from collections.abc import Iterable
 
+from kilburn.controller.api.senders import PARTS
 from kilburn.controller.core.histogram import Histogram
 from kilburn.shared.types import FinishReason
 
@@ -31,6 +32,7 @@ class Counts:
         self.output_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)  # requests, by the reason of their last sequence
         self.stalled = 0  # clients that were disconnected because they did not read
+        self.incomplete = dict.fromkeys(PARTS, 0)  # requests that were given up before they were all there
         self.refused: dict[str, int] = {}  # by what the client was told: a code of ours, of which there are few
         self.queue_s = Histogram(SPANS_S)
         self.prefill_s = Histogram(SPANS_S)
@@ -51,6 +53,9 @@ class Counts:
 
     def stall(self) -> None:
         self.stalled += 1
+
+    def give_up(self, part: str) -> None:
+        self.incomplete[part] += 1
 
 
 class Pace:

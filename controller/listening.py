@@ -14,9 +14,11 @@ from aiohttp import web
 
 from kilburn.controller.api.malformed import connection_log, speak_for_ourselves
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
+from kilburn.shared.config import DoorSettings
 from kilburn.shared.keys import SettingError
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LINGER_S = 10.0  # for the rest of a request that was answered before it was all there
 EVERYWHERE = ("0.0.0.0", "::", "")
 
 
@@ -34,15 +36,16 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
     return keyring
 
 
-def runner_of(app: web.Application, max_url: int, max_header: int) -> web.AppRunner:
+def runner_of(app: web.Application, settings: DoorSettings) -> web.AppRunner:
     speak_for_ourselves()
     return web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves frees what its request holds
         access_log=None,
         logger=connection_log(),
-        max_line_size=max_url,
-        max_field_size=max_header,
+        max_line_size=settings.max_url,
+        max_field_size=settings.max_header,
+        lingering_time=min(LINGER_S, settings.sending_seconds or LINGER_S),
         shutdown_timeout=1.0,
     )
 

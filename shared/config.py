@@ -110,6 +110,11 @@ class DoorSettings(Settings):
         Duration(0.0, 86400.0),
         "a client that reads nothing of its answer for so long is disconnected; 0: none is",
     )
+    sending_seconds: float = setting(
+        60.0,
+        Duration(0.0, 86400.0),
+        "in which a request's headers must be complete, and 16K more of its body come, or its end (408); 0: any time",
+    )
     drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
     log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")

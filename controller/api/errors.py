@@ -124,7 +124,10 @@ def response(error: ApiError, request: web.Request) -> web.Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     text = encoded_for_anthropic(error) if is_anthropics(request) else encoded(error)
-    return web.Response(text=text, status=error.status, content_type="application/json", headers=headers)
+    answer = web.Response(text=text, status=error.status, content_type="application/json", headers=headers)
+    if error.status == 408:  # as HTTP has it: the rest of a request may still be on its way
+        answer.force_close()
+    return answer
 
 
 _SAID = {

@@ -8,17 +8,28 @@ at a level that always shows. The line may be `Authorization: Bearer KEY` with a
 the port can send as many as they like, without a key. So the server is given a log that keeps one line for debugging,
 and none of its words. A client that goes away while it is written to is no fault of anybody's either, and not worth a
 traceback. Such bytes reach no route, no middleware and no signal: what these hide is hidden here.
+
+Bytes that never become a request are of this kind too. A connection owes a head, the lines before a body: from its
+first moment on, and after a request again from the next byte on.
+
+    connected ---- owes ----> head complete: a request ---- owes nothing ----> a byte ---- owes ----> head complete ...
+
+How long it may is for others to say (senders.py); here is known since when it does.
 """
 
+import asyncio
 import logging
+import re
 
 from aiohttp import web, web_response, web_server
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
-from kilburn.controller.api.errors import ApiError, encoded
+from kilburn.controller.api.errors import ApiError, encoded, encoded_for_anthropic
 
 SERVER_NAME = "kilburn"
+OPENING_BYTES = 1024  # of a head that is not complete: enough to tell whose client sends it
+_ANTHROPICS = re.compile(rb"\S+ /v1/messages|[^\0]*\nanthropic-version:", re.IGNORECASE)
 
 
 class QuotesNothing(logging.Filter):
@@ -47,10 +58,45 @@ def connection_log() -> logging.Logger:
     return log
 
 
-class _Connection(RequestHandler):
-    """As the server's own, but for what it says of a request that it could not read."""
+class Connection(RequestHandler):
+    """As the server's own, but for what it says of a request that it could not read, and that it knows what it owes."""
 
-    __slots__ = ()
+    __slots__ = ("_owing_since", "opening")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.opening = b""  # of a head that is not complete
+        self._owing_since: float | None = self._loop.time()  # a head; None: nothing is owed
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._waiter is None or self._waiter.done():  # none is waited for: there is a request, or was
+            self.opening, self._owing_since = b"", None
+        elif data:
+            self.opening = (self.opening + data)[:OPENING_BYTES]
+            if self._owing_since is None:
+                self._owing_since = self._loop.time()
+
+    def owed_for_s(self, now: float) -> float:
+        return 0.0 if self._owing_since is None or self.transport is None else now - self._owing_since
+
+    def give_up(self, error: ApiError) -> None:
+        """On a head that is owed. Who sent some of it is told; who sent nothing asked nothing."""
+        if self.opening and self.transport is not None:
+            is_anthropics = _ANTHROPICS.match(self.opening) is not None
+            body = (encoded_for_anthropic(error) if is_anthropics else encoded(error)).encode()
+            head = (
+                f"HTTP/1.1 {error.status} Request Timeout\r\nServer: {SERVER_NAME}\r\nConnection: close\r\n"
+                f"Content-Type: application/json; charset=utf-8\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self.close()  # to what still comes: were the connection closed now, it would be reset, and the answer lost
+            self._owing_since = None
+            self._loop.call_later(self._lingering_time, self.force_close)
+        else:
+            self.force_close()
 
     def handle_error(
         self,
@@ -73,4 +119,4 @@ def speak_for_ourselves() -> None:
     """What no route, middleware or signal goes around is said in our shape, and names neither Python nor aiohttp."""
     # aiohttp has a setting for neither.
     web_response.SERVER_SOFTWARE = SERVER_NAME  # type: ignore[attr-defined]
-    web_server.RequestHandler = _Connection  # type: ignore[attr-defined]
+    web_server.RequestHandler = Connection  # type: ignore[attr-defined]

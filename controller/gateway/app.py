@@ -22,6 +22,7 @@ import aiohttp
 
 from kilburn.controller.api.crossing import Origins
 from kilburn.controller.api.readers import Readers
+from kilburn.controller.api.senders import Senders
 from kilburn.controller.gateway.door import Door, door_application
 from kilburn.controller.gateway.fleet import Fleet
 from kilburn.controller.gateway.forward import Forwarder
@@ -95,7 +96,8 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         door = Door(fleet, forwarder, prompts, metrics)
         app = door_application(door, keyring, settings.max_body, Origins(settings.cors_origins))
         Readers(settings.stalled_seconds, forwarder.counters.stall).watch_all(app)
-        runner = runner_of(app, settings.max_url, settings.max_header)
+        runner = runner_of(app, settings)
+        Senders(settings.sending_seconds, forwarder.counters.give_up).watch_all(runner)
         registry.listen(prompts.heard)
         registry.watch(lambda announced: fleet.heard(announced, asyncio.get_running_loop().time()))
         try:

@@ -13,13 +13,14 @@ What this file does not know: how members are found and ordered, what a body mea
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import web
 from yarl import URL
 
 from kilburn.controller.api.errors import ApiError
+from kilburn.controller.api.senders import PARTS
 from kilburn.controller.gateway.events import ELSEWHERE, EventCutter, TooLong, broken_off
 from kilburn.controller.gateway.fleet import Fleet, Lost
 from kilburn.controller.gateway.passage import Passage
@@ -46,6 +47,7 @@ class ForwardCounters:
     unanswered: int = 0  # requests that no controller took
     broken: int = 0  # streams that ended with an error event, as their controller was lost
     stalled: int = 0  # clients that were disconnected because they did not read
+    incomplete: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # requests, by what had come
     by_prefix: int = 0  # requests whose first member was the one for what it has computed of their prompt
     by_load: int = 0  # all others
     hit_tokens: int = 0  # of prompts, by the hints of the controller that was asked first
@@ -53,6 +55,9 @@ class ForwardCounters:
 
     def stall(self) -> None:
         self.stalled += 1
+
+    def give_up(self, part: str) -> None:
+        self.incomplete[part] += 1
 
 
 @dataclass(frozen=True, slots=True)
