@@ -142,11 +142,14 @@ OPENAIS: dict[str, JsonSchema] = {
 # --- OpenAI's Responses
 
 _STATUS = one_of("completed", "incomplete", "in_progress")
-_PART = closed({"type": one_of("output_text"), "text": TEXT, "annotations": many(ANY), "logprobs": many(ANY)})
+PART = closed({"type": one_of("output_text"), "text": TEXT, "annotations": many(ANY), "logprobs": many(ANY)})
 _WORDS = closed(
-    {"id": TEXT, "status": _STATUS, "type": one_of("message"), "role": one_of("assistant"), "content": many(_PART)}
+    {"id": TEXT, "status": _STATUS, "type": one_of("message"), "role": one_of("assistant"), "content": many(PART)}
 )
 _CALLED = {"call_id": TEXT, "name": TEXT, "arguments": TEXT}
+ITEM: JsonSchema = {
+    "anyOf": [_WORDS, closed({"id": TEXT, "status": _STATUS, "type": one_of("function_call"), **_CALLED})]
+}
 RESPONSE = closed(
     {
         "id": TEXT,
@@ -156,9 +159,7 @@ RESPONSE = closed(
         "status": one_of("completed", "incomplete", "in_progress", "failed"),
         "error": or_null(closed({"code": TEXT, "message": TEXT})),
         "incomplete_details": or_null(closed({"reason": one_of("max_output_tokens")})),
-        "output": many(
-            {"anyOf": [_WORDS, closed({"id": TEXT, "status": _STATUS, "type": one_of("function_call"), **_CALLED})]}
-        ),
+        "output": many(ITEM),
         "usage": or_null(
             closed(
                 {
@@ -189,33 +190,29 @@ RESPONSE = closed(
 
 # --- Anthropic's messages
 
-_BLOCK = {
+BLOCK: JsonSchema = {
     "anyOf": [
         closed({"type": one_of("text"), "text": TEXT}),
         closed({"type": one_of("tool_use"), "id": TEXT, "name": TEXT, "input": ANY}),
     ]
 }
+STOPPED: dict[str, JsonSchema] = {
+    "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
+    "stop_sequence": or_null(TEXT),
+}
+_SPENT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+SPENT = closed(dict.fromkeys(_SPENT, COUNT))
+MESSAGE: dict[str, JsonSchema] = {
+    "id": TEXT,
+    "type": one_of("message"),
+    "role": one_of("assistant"),
+    "model": TEXT,
+    "content": many(BLOCK),
+    **STOPPED,
+    "usage": SPENT,
+}
 ANTHROPICS: dict[str, JsonSchema] = {
-    "Message": closed(
-        {
-            "id": TEXT,
-            "type": one_of("message"),
-            "role": one_of("assistant"),
-            "model": TEXT,
-            "content": many(_BLOCK),
-            "stop_reason": one_of("end_turn", "max_tokens", "stop_sequence", "tool_use"),
-            "stop_sequence": or_null(TEXT),
-            "usage": closed(
-                {
-                    "input_tokens": COUNT,
-                    "cache_creation_input_tokens": COUNT,
-                    "cache_read_input_tokens": COUNT,
-                    "output_tokens": COUNT,
-                }
-            ),
-        },
-        may={"timings": ref("Timings")},
-    ),
+    "Message": closed(MESSAGE, may={"timings": ref("Timings")}),
     "TokenCount": closed({"input_tokens": COUNT}),
 }
 
@@ -279,10 +276,10 @@ SERVICES: dict[str, JsonSchema] = {
 _OPENAIS_ERROR = closed(
     {"error": closed({"message": TEXT, "type": TEXT, "param": or_null(TEXT), "code": or_null(TEXT)})}
 )
-_ANTHROPICS_ERROR = closed({"type": one_of("error"), "error": closed({"type": TEXT, "message": TEXT})})
+ANTHROPICS_ERROR = closed({"type": one_of("error"), "error": closed({"type": TEXT, "message": TEXT})})
 ERROR: JsonSchema = {
     "description": "OpenAI's shape; under /v1/messages, and for whoever sends anthropic-version, Anthropic's.",
-    "anyOf": [_OPENAIS_ERROR, _ANTHROPICS_ERROR],
+    "anyOf": [_OPENAIS_ERROR, ANTHROPICS_ERROR],
 }
 
 ANSWERS: dict[str, JsonSchema] = {

@@ -2,7 +2,7 @@
 
     OPERATIONS   one row for each route: what it is for, which request it reads
     schema.py, anthropic.py, responses.py   each field: its type, its bounds, its sentence, its check
-    answers.py   what comes back
+    answers.py, answers_events.py           what comes back
     limits       the server's settings that bound fields
         -> document -> /openapi.json
                     -> page -> /docs: plain HTML, made here, that loads nothing from anywhere
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from kilburn.controller.api.answers import ANSWERS, ref
+from kilburn.controller.api.answers import ANSWERS, OPENAIS, ref
+from kilburn.controller.api.answers_events import EVENTS
 from kilburn.controller.api.anthropic import CountTokensRequest, MessagesRequest
 from kilburn.controller.api.checks import JsonSchema, Limits, schema_of
 from kilburn.controller.api.layout import to_json
@@ -25,7 +26,6 @@ from kilburn.controller.api.schema import (
     CompletionRequest,
     DetokenizeRequest,
     PrefixRequest,
-    Served,
     TokenizeRequest,
 )
 from kilburn.controller.version import version
@@ -49,10 +49,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         "A conversation is answered.", ChatRequest, "ChatCompletion", "ChatCompletionChunk"
     ),
-    ("POST", "/v1/responses"): Operation("OpenAI's Responses; nothing is stored.", ResponsesRequest, "Response"),
+    ("POST", "/v1/responses"): Operation(
+        "OpenAI's Responses; nothing is stored.", ResponsesRequest, "Response", "ResponseEvent"
+    ),
     ("GET", "/v1/responses/{id}"): Operation("Always 404: nothing is stored.", status=()),
     ("DELETE", "/v1/responses/{id}"): Operation("Always 404: nothing is stored.", status=()),
-    ("POST", "/v1/messages"): Operation("Anthropic's messages.", MessagesRequest, "Message"),
+    ("POST", "/v1/messages"): Operation("Anthropic's messages.", MessagesRequest, "Message", "MessageEvent"),
     ("POST", "/v1/messages/count_tokens"): Operation("Counts its tokens.", CountTokensRequest, "TokenCount"),
     ("GET", "/v1/models"): Operation("The model that is served.", answer="ModelList"),
     ("GET", "/v1/models/{model}"): Operation("The same, by its name.", answer="Model"),
@@ -97,7 +99,7 @@ def document(limits: Limits) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": {body.__name__: schema_of(body, limits) for body in bodies} | ANSWERS,
+            "schemas": {body.__name__: schema_of(body, limits) for body in bodies} | ANSWERS | EVENTS,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -123,9 +125,8 @@ def _operation(path: str, operation: Operation) -> dict[str, Any]:
 
 def _responses(operation: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {operation.kind: {"schema": ref(operation.answer) if operation.answer else {}}}
-    if operation.body is not None and issubclass(operation.body, Served) and operation.answer != "TokenCount":
-        events: JsonSchema = {"type": "string", "contentMediaType": "text/event-stream"}
-        content["text/event-stream"] = {"schema": events | (_of_events(operation.event) if operation.event else {})}
+    if operation.event:
+        content["text/event-stream"] = {"schema": _of_events(operation.event)}
     told = {str(status): {"description": "It is so.", "content": content} for status in operation.status}
     if operation.answer == "Probe":
         told["503"] = {"description": "It is not so.", "content": content}
@@ -134,7 +135,12 @@ def _responses(operation: Operation) -> dict[str, Any]:
 
 
 def _of_events(name: str) -> JsonSchema:
-    return {"contentSchema": ref(name), "description": f"The data of each event is a {name}; the last one is [DONE]."}
+    events: JsonSchema = {"type": "string", "contentMediaType": "text/event-stream"}
+    if name not in OPENAIS:
+        return events | {"contentSchema": ref(name), "description": f"The data of each event is a {name}."}
+    # An error on the way is not one of its chunks.
+    about = f"The data of each event is a {name}, or an Error in its place; the last one is [DONE]."
+    return events | {"contentSchema": {"anyOf": [ref(name), ref("Error")]}, "description": about}
 
 
 # --- the page

@@ -8,9 +8,15 @@ from typing import Any
 
 import jsonschema
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
+from kilburn.controller.api.anthropic_layout import AnthropicLayout
+from kilburn.controller.api.layout import ChatLayout, CompletionLayout
 from kilburn.controller.api.openapi import OPERATIONS
+from kilburn.controller.api.responses_layout import ResponsesLayout
+from kilburn.controller.gateway.events import broken_off
 from tests.api.test_answers import CHAT, COMPLETION, HELLO
+from tests.api.test_call_items import ROOM, SCRIPT, TEMPLATE
 from tests.api.world import World, served
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -86,6 +92,10 @@ class Document:
         whole = {**schema, "components": self._about["components"]}
         jsonschema.Draft202012Validator(whole).validate(answer)
 
+    def kinds_of(self, name: str) -> set[str]:
+        events = self._about["components"]["schemas"][name]["anyOf"]
+        return {kind for event in events for kind in event["properties"]["type"]["enum"]}
+
     def event_of(self, path: str) -> dict[str, Any]:
         content = self._about["paths"][path]["post"]["responses"]["200"]["content"]
         schema: dict[str, Any] = content["text/event-stream"]["schema"]["contentSchema"]
@@ -115,25 +125,60 @@ async def test_every_answer_is_what_the_document_says(tmp_path: Path) -> None:
                 assert set(operation.status) <= statuses, f"{method} {pattern}"
 
 
-async def test_every_chunk_is_what_the_document_says(tmp_path: Path) -> None:
-    async with served(tmp_path) as world:
+CALLING = {"messages": HELLO, "max_tokens": 200}
+BY_OPENAI = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+BY_ANTHROPIC = {"name": "weather", "input_schema": {"type": "object"}}
+# What is asked of a model that says some words and calls two functions.
+CALLED: list[tuple[str, Any]] = [
+    (CHAT, CALLING | {"tools": [{"type": "function", "function": {"name": "weather"}}]}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 200, "tools": [BY_OPENAI]}),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 20, "tools": [BY_OPENAI]}),
+    ("/v1/messages", CALLING | {"tools": [BY_ANTHROPIC], "timings": True}),
+    ("/v1/messages", CALLING | {"stop_sequences": ["see"]}),
+]
+
+
+async def streamed(world: World, path: str, body: Any) -> list[Any]:
+    """The data of each event; nothing where it cannot be streamed."""
+    async with world.session.post(world.url + path, json=body | {"stream": True}) as response:
+        if response.status != 200:
+            return []
+        frames = [line[6:] for line in (await response.text()).split("\n") if line.startswith("data: ")]
+    if path in (COMPLETION, CHAT):
+        assert frames.pop() == "[DONE]"
+    return [json.loads(data) for data in frames]
+
+
+def faulty(layout: Any, delta: Any) -> str:
+    raise KeyError("of our own")
+
+
+async def test_every_event_is_what_the_document_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    seen: dict[str, Counter[str]] = {path: Counter() for path in (COMPLETION, CHAT, "/v1/responses", "/v1/messages")}
+    async with served(tmp_path, script=SCRIPT, worker=ROOM) as world:
         about = await the_document(world)
-        for method, path, body in ASKED:
-            if (
-                path not in (COMPLETION, CHAT)
-                or "prompt_logprobs" in body
-                or {"use_beam_search", "beam_width"} & {*body}
-            ):
-                continue
-            streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            async with world.session.request(method, world.url + path, json=streamed) as response:
-                if response.status != 200:  # what cannot be streamed
-                    continue
-                frames = [line[6:] for line in (await response.text()).split("\n") if line.startswith("data: ")]
-            assert frames[-1] == "[DONE]"
-            assert len(frames) > 4
-            for data in frames[:-1]:
-                about.conforms(json.loads(data), about.event_of(path))
+
+        def check(path: str, events: list[Any]) -> None:
+            for event in events:
+                about.conforms(event, about.event_of(path))
+                seen[path][event.get("type", "chunk" if "choices" in event else "error")] += 1
+
+        asked = [(path, body) for method, path, body in ASKED if method == "POST" and path in seen]
+        for path, body in asked + CALLED:
+            check(path, await streamed(world, path, body | {"stream_options": {"include_usage": True}}))
+        for layout in (CompletionLayout, ChatLayout, ResponsesLayout, AnthropicLayout):
+            monkeypatch.setattr(layout, "chunks", faulty)
+        for path, body in ((COMPLETION, {"prompt": "x"}), (CHAT, CALLING), *CALLED[1:]):
+            check(path, await streamed(world, path, body))
+        monkeypatch.undo()
+    for path in seen:  # a gateway's word where it has lost its controller
+        lines = broken_off(make_mocked_request("POST", path), b"").decode().split("\n")
+        check(path, [json.loads(line[6:]) for line in lines if line.startswith("data: {")])
+    assert seen[COMPLETION].keys() == seen[CHAT].keys() == {"chunk", "error"}
+    assert min(seen[COMPLETION]["chunk"], seen[CHAT]["chunk"]) > 20
+    for path, name in (("/v1/responses", "ResponseEvent"), ("/v1/messages", "MessageEvent")):
+        assert seen[path].keys() == about.kinds_of(name), "what is written down is said, all of it"
 
 
 def test_what_nobody_wrote_down_is_noticed() -> None:
