@@ -16,8 +16,8 @@ those of the same values in float32. A thread takes a panel, and up to six rows 
                 +--------------+--------------+      row's result does not depend on the rows beside it, nor on the
       x row 0   |    8 sums    |    8 sums    |      threads. More rows are divided evenly, 16 into 6 + 5 + 5.
         ...     |              |              |
-        row 5   |    8 sums    |    8 sums    |      Hundreds of rows are cut in blocks, whose part of x stays near.
-                +--------------+--------------+
+        row 5   |    8 sums    |    8 sums    |      Hundreds of rows are cut in blocks, all but the last
+                +--------------+--------------+      of whole sixes, whose part of x stays near.
 
 While a panel's rows are computed the next panel is asked for, a line now and then, so that its read costs nothing but
 its share of the memory. Up to three rows are as fast as the memory, and walk along several panels at once: it answers
@@ -70,7 +70,7 @@ VECTORS = PANEL // LANES
 OUT_BYTES = 4 * PANEL  # of a row's outputs of a panel
 AHEAD = 512  # bytes that a stream asks ahead of itself: of 512, 1024, 2048, 4096 the best
 TALLEST = 6  # rows by two vectors: 12 sums, 2 weights and a value, of 16 registers
-ROW_BLOCK = 96
+ROW_BLOCK = 96  # whole sixes
 
 
 def _weights_at(build: Any, address: Any, kind: int) -> list[Any]:
@@ -193,11 +193,12 @@ def panels_kernel(kind: int) -> Any:
             few_rows(a)
             return
         num_blocks, num_panels = (a[P_NUM_ROWS] + ROW_BLOCK - 1) // ROW_BLOCK, a[P_NUM_PANELS]
+        per_block = (a[P_NUM_ROWS] + TALLEST * num_blocks - 1) // (TALLEST * num_blocks) * TALLEST
         taken = fetch_add(a, TAKEN, 1)
         while taken < num_blocks * num_panels:
             following = fetch_add(a, TAKEN, 1)  # taken before it is its turn, so that it can be asked for
             block, panel = taken // num_panels, taken % num_panels
-            start, end = block * a[P_NUM_ROWS] // num_blocks, (block + 1) * a[P_NUM_ROWS] // num_blocks
+            start, end = block * per_block, min((block + 1) * per_block, a[P_NUM_ROWS])
             one_panel(a, start, end - start, panel, following % num_panels)
             taken = following
 
