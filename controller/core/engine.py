@@ -130,10 +130,7 @@ class Engine:
             self._let_leave(home, now, effects)
         self._settle(now, effects)
         for home in self._homes.values():
-            self._plan(home, now, effects)
-            self._report_names(home, effects)
-            self._note_begun(home, now)
-            home.scheduler.memory.check()
+            self.go_on(home, now, effects)
         if self._is_closing and not self._groups:
             for home in self._homes.values():
                 self._drain(home, effects)
@@ -256,12 +253,12 @@ class Engine:
         if refused is not None:
             effects.append(refused)
         for home in self._homes.values():
-            self._forget_ended(home)
+            self.forget_ended(home)
 
     def _unpin(self, prefix_id: int) -> None:
         self._pinning.unpin(prefix_id, self._homes.values())
         for home in self._homes.values():
-            self._forget_ended(home)
+            self.forget_ended(home)
 
     def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
         group, home = self._groups.get(request_id), self._placed.get(request_id)
@@ -269,7 +266,7 @@ class Engine:
             return
         if home is not None:
             home.scheduler.line.stop(group, index, effects)
-            self._forget_ended(home)
+            self.forget_ended(home)
             return
         for sequence in list(group.live):
             if sequence.index == index and group.has_forked and not isinstance(group, BeamGroup):
@@ -285,7 +282,7 @@ class Engine:
             return
         if home is not None:
             home.scheduler.line.cancel(group)
-            self._forget_ended(home)
+            self.forget_ended(home)
         else:
             for sequence in group.live:
                 sequence.move(State.FINISHED)
@@ -295,7 +292,7 @@ class Engine:
         self._homeless.drop(group)
         del self._groups[group.request_id]
 
-    def _forget_ended(self, home: Home) -> None:
+    def forget_ended(self, home: Home) -> None:
         for group in home.scheduler.line.ended:
             if not isinstance(group, PinGroup):
                 del self._groups[group.request_id]
@@ -330,7 +327,7 @@ class Engine:
                 home.lease.num_beats_heard += 1
             case Prepared() | Unpreparable():
                 home.scheduler.line.grammar_answered(message, effects)
-                self._forget_ended(home)
+                self.forget_ended(home)
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
         self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False, is_crash=False)  # it knows
@@ -398,10 +395,10 @@ class Engine:
             while (result := home.agreement.settle()) is not None:
                 home.scheduler.commit(result, now, effects)
         except (Disagreement, RanksDisagree) as doubt:
-            self._forget_ended(home)
+            self.forget_ended(home)
             self._end_lease(home.lease.peer, str(doubt), now, effects)
             return
-        self._forget_ended(home)
+        self.forget_ended(home)
 
     def _end_lease(
         self,
@@ -435,7 +432,7 @@ class Engine:
             self._num_poison += 1
             effects.append(Note(NoteKind.POISON, f"request {guilty.request_id} ended lease {home.lease.id}: {reason}"))
             home.scheduler.line.fail(guilty, POISON, effects)
-            self._forget_ended(home)
+            self.forget_ended(home)
         self._evacuate(home, f"lease {home.lease.id} ended: {reason}", now, effects)
 
     def _evacuate(self, home: Home, why: str, now: float, effects: list[Effect]) -> None:
@@ -477,7 +474,7 @@ class Engine:
                 self._tell(home, home.beat, effects)
             if home.scheduler.line.waiting.preparing:
                 home.scheduler.line.give_up_grammars(now, effects)
-                self._forget_ended(home)
+                self.forget_ended(home)
         for request_id, limit in self._clocks.due(now):
             self._time_is_up(request_id, limit, now, effects)
         self._clocks.clear_away(self._groups.__contains__, len(self._groups))
@@ -502,6 +499,16 @@ class Engine:
         for group in self._homeless.settle(self._homes.values(), self._placed, self._pinning, now, effects):
             del self._groups[group.request_id]
 
+    def go_on(self, home: Home, now: float, effects: list[Effect]) -> None:
+        """One worker group gets its next plans, and what came of them is noted; simulations ask for one alone."""
+        self._plan(home, now, effects)
+        self._report_names(home, effects)
+        line = home.scheduler.line
+        if line.num_begun:
+            self._outflow.began(line.num_begun, line.tokens_begun, now)
+            line.num_begun = line.tokens_begun = 0
+        home.scheduler.memory.check()
+
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
         scheduler = home.scheduler
         if home.lease.state is LeaseState.DRAINING:
@@ -516,13 +523,7 @@ class Engine:
             self._tell(home, plan, effects)
         scheduler.note_stall(now)
         if scheduler.line.ended:
-            self._forget_ended(home)
-
-    def _note_begun(self, home: Home, now: float) -> None:
-        line = home.scheduler.line
-        if line.num_begun:
-            self._outflow.began(line.num_begun, line.tokens_begun, now)
-            line.num_begun = line.tokens_begun = 0
+            self.forget_ended(home)
 
     def _report_names(self, home: Home, effects: list[Effect]) -> None:
         journal = home.scheduler.pool.journal
@@ -593,6 +594,6 @@ class Engine:
             except LawBroken as broken:
                 effects.append(Note(NoteKind.LAW_BROKEN, str(broken)))
                 laws.contain(home.scheduler.line, effects)
-                self._forget_ended(home)
+                self.forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects, is_crash=False)
         return self.handle((), now)

@@ -8,6 +8,7 @@ the gaps of all sequences of one step do, is looked up once.
 """
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -42,6 +43,14 @@ class Histogram:
             self._at = bisect_left(self._edges, value)
         self._counts[self._at] += times
         self._total += value * times
+
+    def observe_each(self, values: Iterable[float]) -> None:
+        for value in values:
+            if value != self._last:
+                self._last = value
+                self._at = bisect_left(self._edges, value)
+            self._counts[self._at] += 1
+            self._total += value
 
     def spread(self) -> Spread:
         return Spread(self._edges, tuple(self._counts), self._total)

@@ -15,6 +15,8 @@ prompt takes longer, by what the decodes beside it take: more than 1.3 times as 
 40 % of the target or more. Where nobody waits for a token, nothing is held back.
 """
 
+from collections.abc import Iterable
+
 LEAST = 16  # tokens
 UNKNOWN = 64  # tokens, of the first step that tells what they cost
 FORGETTING = 0.25
@@ -66,3 +68,11 @@ class Pacing:
             each_s = added_s / num_prompt_tokens
             weight = FORGETTING if self.token_s > each_s else 1.0
             self.token_s += weight * (each_s - self.token_s)
+
+    def learn_decodes(self, num_decodes: int, seconds: Iterable[float]) -> None:
+        """As `learn`, of several steps one after the other that have so many decodes each and nothing else."""
+        for step_s in seconds:
+            if step_s > 0.0:
+                weight = FORGETTING if self.num_decodes else 1.0
+                self.decode_s += weight * (step_s - self.decode_s)
+                self.num_decodes += weight * (num_decodes - self.num_decodes)

@@ -1,5 +1,6 @@
 """Who is admitted, who is preempted, and what a group needs. Questions only: nothing here changes anything."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from enum import Enum
 
@@ -59,6 +60,14 @@ class Rate:
         self._amount = 0.8 * self._amount + amount
         self._seconds = 0.8 * self._seconds + seconds
 
+    def observe_each(self, seconds: Iterable[float]) -> None:
+        """Each of these, of one."""
+        amount, total_s = self._amount, self._seconds
+        for each_s in seconds:
+            amount = 0.8 * amount + 1
+            total_s = 0.8 * total_s + each_s
+        self._amount, self._seconds = amount, total_s
+
     @property
     def each_s(self) -> float:
         return max(self._seconds, 0.0) / self._amount if self._amount else self._guess_s
@@ -96,6 +105,10 @@ class Costs:
             self._compute.observe(num_chunk_tokens, self.chunk_s(num_decodes, seconds))
         elif num_decodes:
             self._decode.observe(1, seconds)
+
+    def decoded(self, seconds: Iterable[float]) -> None:
+        """As `computed`, of several steps one after the other that compute no chunks."""
+        self._decode.observe_each(seconds)
 
     def chunk_s(self, num_decodes: int, seconds: float) -> float:
         """Of a step's seconds, those that its chunks took."""

@@ -19,6 +19,7 @@ from kilburn.controller.core.engine import Engine
 from kilburn.controller.core.events import (
     Arrived,
     Beam,
+    Effect,
     Emit,
     Event,
     Finished,
@@ -31,13 +32,14 @@ from kilburn.controller.core.events import (
 )
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
+from kilburn.controller.simulate import light
 from kilburn.controller.simulate import stretch as stretches
 from kilburn.controller.simulate.gates import Gate
-from kilburn.controller.simulate.quick import QuickHasher, QuickWorker
+from kilburn.controller.simulate.quick import QuickHasher, QuickPool, QuickWorker
 from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Machine
 from kilburn.controller.simulate.stretch import Under
-from kilburn.shared.messages import Hello, StepPlan, Timings, Welcome
+from kilburn.shared.messages import Hello, StepPlan, StepResult, Timings, Welcome
 from kilburn.shared.types import LawBroken
 
 FOREVER_S = 1e12  # nobody falls silent here
@@ -84,7 +86,7 @@ class Cluster:
         steps_each: bool = False,
     ) -> None:
         """`steps_each`: every step is a turn of the engine as it serves, though several could be taken at once."""
-        self.engine = Engine(settings) if steps_each else Engine(settings, new_hasher=QuickHasher)
+        self.engine = Engine(settings) if steps_each else Engine(settings, QuickPool, QuickHasher)
         self.record, self.gate = record, gate
         self.num_steps = self.num_sequence_steps = self._num_sent = 0
         self._workers = {worker.peer: worker for worker in workers}
@@ -117,12 +119,14 @@ class Cluster:
             worker.under.ready_s.popleft()
             if self.now >= self._next_sample_s:
                 self._sample()
-            home = None if self._steps_each else self.engine.home(worker.peer)
-            if home is not None and home.scheduler.flights:
-                stretches.land_steady(home.scheduler, self.now, self.record)
-            self._turn([Arrived(worker.peer, worker.under.results.popleft())])
+            self._answer(worker.peer, worker.under.results.popleft())
         if self.gate.num_held:  # nobody is left who could make room
             raise LawBroken(f"{self.gate.num_held} requests were never let in")
+
+    def happens(self, events: list[Event], now: float) -> None:
+        """Something else than requests that come, at the moment to which all was run."""
+        self.now = max(self.now, now)
+        self._turn(events)
 
     def _come(self, requests: Iterator[Timed]) -> None:
         """Those whose time it is."""
@@ -131,6 +135,13 @@ class Cluster:
             self.gate.arrives(self._coming.submit)
             self._coming = next(requests, None)
         self._turn(self._admitted())
+
+    def _answer(self, peer: bytes, result: StepResult) -> None:
+        home = None if self._steps_each else self.engine.home(peer)
+        if home is None:
+            self._turn([Arrived(peer, result)])
+        elif self._fulfil(light.turn(self.engine, home, peer, result, self.now, self.record)):
+            self._turn(self._admitted())
 
     def _leaps(self, worker: Worker, until_s: float) -> bool:
         """Several steps at once, if that makes no difference."""
@@ -163,16 +174,15 @@ class Cluster:
 
     def _turn(self, events: list[Event]) -> None:
         while events:
-            has_ended = self._fulfil(events)
+            has_ended = self._fulfil(self.engine.handle(events, self.now))
             events = self._admitted() if has_ended else []
 
-    def _fulfil(self, events: list[Event]) -> bool:
+    def _fulfil(self, effects: list[Effect]) -> bool:
         """Whether somebody ended, so that a gate may open."""
         record, now, has_ended = self.record, self.now, False
-        for effect in self.engine.handle(events, now):
-            kind = type(effect)
-            if kind is Emit:
-                record.emitted(effect.request_id, now)  # type: ignore[union-attr]
+        for effect in effects:
+            if isinstance(effect, Emit):
+                record.emitted_by((effect.request_id,), now)
             elif isinstance(effect, Send):
                 self._send(effect)
             elif isinstance(effect, Finished | Beam):

@@ -8,10 +8,13 @@ language models have it; there, every beam goes on. Nothing depends on anything 
 
 from collections.abc import Iterable, Sequence
 from random import Random
+from struct import Struct
 
+from kilburn.controller.core.block_pool import BlockPool, Name
 from kilburn.controller.simulate.roofline import Load
 from kilburn.shared.messages import RowLogprobs, StepPlan, StepResult
 from kilburn.shared.sampling import Candidates
+from kilburn.shared.types import LawBroken
 
 TOKEN = 7
 FIRST_ID = 8  # of tokens in prompts
@@ -115,4 +118,70 @@ class QuickHasher:
         pass
 
     def digest(self, parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes:
-        return hash((parent, *tokens, salt)).to_bytes(8, "little", signed=True)
+        return _PACKED(hash((parent, tuple(tokens), salt)))
+
+
+_PACKED = Struct("<q").pack
+
+
+class QuickPool(BlockPool):
+    """The pool, with a loop where it has a call for each block; and it gives no hints on names, which nobody reads."""
+
+    def take(self, num_blocks: int, step: int) -> list[int]:
+        if num_blocks > self.num_available:
+            raise LawBroken(f"{num_blocks} blocks taken of {self.num_available}: num_available was not asked")
+        free, refs, taken_at, born_s, now = self._free, self._refs, self._taken_at, self._born_s, self.now
+        num_free = min(num_blocks, len(free))
+        taken = [free.popleft() for _ in range(num_free)] + self._evict_all(num_blocks - num_free)
+        for block in taken:
+            refs[block], taken_at[block], born_s[block] = 1, step, now
+        if self._was_shared:
+            self._was_shared.difference_update(taken)
+        self._num_owned += num_blocks
+        self._num_refs += num_blocks
+        return taken
+
+    def _evict_all(self, num_blocks: int) -> list[int]:
+        cached, names, named, evicted = self._cached, self._names, self._named, list[int]()
+        lifetimes_s, idle_s = list[float](), list[float]()
+        for _ in range(num_blocks):
+            block, idle_since_s = cached.popitem(last=False)
+            del named[names.pop(block).digest]
+            lifetimes_s.append(self.now - self._born_s[block])
+            idle_s.append(self.now - idle_since_s)
+            evicted.append(block)
+        self.num_evictions += num_blocks
+        self.lifetimes_s.observe_each(lifetimes_s)
+        self.idle_s.observe_each(idle_s)
+        return evicted
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        refs, names, cached, now = self._refs, self._names, self._cached, self.now
+        num_left = num_single = 0
+        for block in reversed(blocks):
+            count = refs[block]
+            refs[block] = count - 1
+            if count > 1:
+                num_left += 1
+                num_single += count == 2
+            elif not count:
+                raise LawBroken(f"block {block} dropped by a table that does not hold it")
+            elif block in names:
+                cached[block] = now
+            else:
+                self._free.append(block)
+        self._num_refs -= len(blocks)
+        self._num_owned -= len(blocks) - num_left
+        self._num_shared -= num_single
+
+    def publish(self, block: int, name: Name) -> bool:
+        if not self._refs[block]:
+            raise LawBroken(f"block {block} named, though nobody owns it")
+        if name.digest in self._named or block in self._names:
+            return False
+        self._names[block] = name
+        self._named[name.digest] = block
+        return True
+
+    def _forget(self, block: int) -> None:
+        del self._named[self._names.pop(block).digest]

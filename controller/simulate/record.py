@@ -9,8 +9,9 @@ Gaps between tokens are counted by tenths of milliseconds, not kept. Means over 
 distances of time; those over steps count a step by its seconds.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -72,23 +73,27 @@ class Record:
     def started(self, request_id: int, cached_tokens: int, now: float) -> None:
         self.seen[request_id].cached_tokens = cached_tokens
 
-    def emitted(self, request_id: int, now: float) -> None:
-        seen = self.seen[request_id]
-        if seen.num_tokens >= seen.num_output * seen.width:
-            return  # padding
-        seen.num_tokens += 1
-        if seen.first_s < 0:
-            seen.first_s = now
-        elif now > seen.last_s:  # of several sequences one gap a step
-            self.gaps[int((now - seen.last_s) / GAP_S + 0.5)] += 1
-        seen.last_s = now
+    def emitted_by(self, request_ids: Iterable[int], now: float) -> None:
+        """A token of a sequence of each of these."""
+        gaps, gap, since_s = self.gaps, 0, -1.0
+        for request_id in request_ids:
+            seen = self.seen[request_id]
+            if seen.num_tokens >= seen.num_output * seen.width:
+                continue  # padding
+            seen.num_tokens += 1
+            if seen.first_s < 0:
+                seen.first_s = now
+            elif now > seen.last_s:  # of several sequences one gap a step
+                if seen.last_s != since_s:  # most of those who go on together did so before
+                    since_s, gap = seen.last_s, int((now - seen.last_s) / GAP_S + 0.5)
+                gaps[gap] += 1
+            seen.last_s = now
 
     def emitted_together(self, num_sequences: Mapping[int, int], times: Sequence[float]) -> None:
         """As `emitted` at each of the times, for so many sequences of each request."""
         gaps, num_alike = gaps_of(times), 0
         for request_id, count in num_sequences.items():
-            for _ in range(count):
-                self.emitted(request_id, times[0])
+            self.emitted_by((request_id,) * count, times[0])
             seen = self.seen[request_id]
             most = seen.num_output * seen.width - seen.num_tokens  # what is left: beyond it is padding
             num_times = min(len(times) - 1, -(-most // count))
@@ -125,6 +130,13 @@ class Record:
             return
         self.busy_s += seconds
         self.row_seconds += num_rows * seconds
+
+    def steps(self, num_rows: int, seconds: Sequence[float], times: Sequence[float]) -> None:
+        """As `step` at each of the times, which are in order."""
+        first = bisect_left(times, self.from_s)
+        busy_s = sum(seconds[first:])
+        self.busy_s += busy_s
+        self.row_seconds += num_rows * busy_s
 
     def __call__(self, request_id: int) -> int:
         """Slots that each sequence of a request has filled: for gates."""

@@ -11,6 +11,7 @@
 steps (bench/calibrate.py). Nothing here is fitted to what anybody published about a serving system.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -96,6 +97,27 @@ class Roofline:
         attended = self._pair_flops * (load.num_cells + load.num_pairs)
         attention_s = max(attended / self._flops, cells * self._cell_bytes / self._attention_bandwidth)
         return moves_s, self._fixed_s + products_s + attention_s + tokens * self._reduced_s
+
+    def steady(self, load: Load) -> Iterator[float]:
+        """As `steady`, of those parts only that change from step to step."""
+        num_rows, cells = load.num_rows, load.num_cells
+        products = 2 * (self._layer_weights * num_rows + self._head_weights * load.num_sampled)
+        first_s = self._fixed_s + max(products / self._flops, self._weight_bytes / self._bandwidth)
+        reduced_s, flops, bandwidth = num_rows * self._reduced_s, self._flops, self._attention_bandwidth
+        pair_flops, cell_bytes = self._pair_flops, self._cell_bytes
+        while True:
+            computed_s, read_s = pair_flops * cells / flops, (cells + num_rows) * cell_bytes / bandwidth
+            yield first_s + (computed_s if computed_s > read_s else read_s) + reduced_s
+            cells += num_rows
+
+
+def steady(machine: Machine, load: Load) -> Iterator[float]:
+    """The seconds of one step after another in which the same rows go on, the first of which is `load`."""
+    if isinstance(machine, Roofline):
+        yield from machine.steady(load)
+    while True:
+        yield machine.seconds(load)[1]
+        load.num_cells += load.num_rows
 
 
 def layer_weights(shape: ModelShape) -> int:

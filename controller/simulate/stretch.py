@@ -8,8 +8,7 @@ and for so many steps as nobody ends, no block must be taken from anybody, and n
 behind is what k turns would leave: tokens, progress, blocks taken and named in the same order, flights, counters, and
 what the worker has shown to take. tests/sim/test_stretch.py compares the two, state by state. It knows the engine from
 the inside, as nothing else here does; but for the hints on names, which come together at the end of a stretch, nobody
-can tell. Where others begin or end, a step is a turn of the engine; but of those who merely go on it hears nothing
-(`land_steady`).
+can tell. Where others begin or end, a step is a turn (light.py).
 """
 
 from collections import Counter, deque
@@ -21,7 +20,7 @@ from kilburn.controller.core.sequence import Group, Sequence, State
 from kilburn.controller.core.step import Flight
 from kilburn.controller.simulate.quick import TOKEN
 from kilburn.controller.simulate.record import Record
-from kilburn.controller.simulate.roofline import Load, Machine
+from kilburn.controller.simulate.roofline import Load, Machine, steady
 from kilburn.shared.messages import StepPlan, StepResult, Timings
 
 OVER = -1  # the epoch of no life
@@ -46,7 +45,9 @@ class Stretch:
 def runners(scheduler: Scheduler) -> list[Sequence]:
     """All who run, in order, where a stretch may begin; empty where it may not."""
     line, flights = scheduler.line, scheduler.flights
-    if not flights or line.returning or line.waiting.aside or line.waiting.pins or line.waiting.preparing:
+    if not flights or flights[-1].num_chunk_tokens or len(flights[0].counts) != len(flights[-1].counts):
+        return []  # found soonest, and most often
+    if line.returning or line.waiting.aside or line.waiting.pins or line.waiting.preparing:
         return []
     if line.waiting.num_requests and (line.free_rows or line.waiting.has_shares):
         return []
@@ -87,86 +88,61 @@ def most_steps(scheduler: Scheduler, sequences: list[Sequence]) -> int:
 def go(home: Home, peer: bytes, machine: Machine, under: Under, until_s: float, record: Record) -> Stretch | None:
     """A stretch whose commits are all before `until_s`; None where there is none."""
     scheduler = home.scheduler
+    if not under.ready_s or under.ready_s[0] >= until_s:
+        return None
     sequences = runners(scheduler)
     most = most_steps(scheduler, sequences) if sequences else 0
-    if not most or under.ready_s[0] >= until_s:
+    if not most:
         return None
-    times, forwards = _take(scheduler, sequences, most, machine, under, until_s, record)
+    seconds, ready_s = _pace(sequences, most, machine, under, until_s)
+    num_steps, num_rows = len(seconds), len(sequences)
+    times = ready_s[:num_steps]
+    _learn(scheduler, under, seconds, times, num_rows)
+    record.steps(num_rows, seconds, times)
+    forwards_s = [*[result.timings.forward_s for result in under.results], *seconds][num_steps:]
+    first_step = scheduler.flights[-1].step
     _settle(scheduler, sequences, times)
-    results, plans = _under_way(scheduler, list(under.results)[len(times) :], forwards)
-    under.results = deque(results)
-    home.agreement.went_on(len(times), plans)
+    _cross(scheduler, sequences, times, first_step)
+    results, plans = _under_way(scheduler, list(under.results)[num_steps:], forwards_s)
+    under.ready_s, under.results = deque(ready_s[num_steps:]), deque(results)
+    home.agreement.went_on(num_steps, plans)
     home.lease.heard(peer, times[-1])
     record.emitted_together(Counter([sequence.group.request_id for sequence in sequences]), times)
-    return Stretch(len(times), len(sequences))
+    return Stretch(num_steps, num_rows)
 
 
-def land_steady(scheduler: Scheduler, now: float, record: Record) -> None:
-    """Commit what of the oldest flight can come to nothing but one token more, before the engine takes the rest.
+def _pace(
+    sequences: list[Sequence], most: int, machine: Machine, under: Under, until_s: float
+) -> tuple[list[float], list[float]]:
+    """The seconds of the steps that are planned, one for each that is committed; and when each result is there.
 
-    To the engine these rows are of lives that are over. Whoever fills a block, ends, or is watched is left to it.
+    The first results are those under way already; whoever is next begins as the one before him ends.
     """
-    flight, size, told = scheduler.flights[0], scheduler.block_size, list[int]()
-    epochs = list(flight.epochs)
-    for i, sequence in enumerate(flight.sequences):
-        computed, group = sequence.num_computed + 1, sequence.group
-        is_plain = sequence.is_steady and group.departure is None and not sequence.stop_ids
-        if is_plain and sequence.epoch == epochs[i] and computed % size and computed < sequence.limit:
-            sequence.num_computed = computed
-            sequence.tokens.append(TOKEN)
-            epochs[i] = OVER
-            told.append(group.request_id)
-    if told:
-        flight.epochs = epochs
-        scheduler.counters.generated_tokens += len(told)
-        for request_id in told:
-            record.emitted(request_id, now)
+    num_rows, ready_s, seconds = len(sequences), list(under.ready_s), list[float]()
+    load = Load(num_rows=num_rows, num_sampled=num_rows)
+    load.num_cells = sum([sequence.num_planned for sequence in sequences]) + num_rows
+    end_s, steps = ready_s[-1], steady(machine, load)
+    for now in ready_s:  # which grows meanwhile
+        if len(seconds) == most or now >= until_s:
+            break
+        step_s = next(steps)
+        seconds.append(step_s)
+        end_s += step_s
+        ready_s.append(end_s)
+    return seconds, ready_s
 
 
-def _take(
-    scheduler: Scheduler,
-    sequences: list[Sequence],
-    most: int,
-    machine: Machine,
-    under: Under,
-    until_s: float,
-    record: Record,
-) -> tuple[list[float], deque[float]]:
-    """What depends on the order of steps: their times, what is learned from them, and blocks.
-
-    Returns when each was committed, and the seconds of those that are under way then.
-    """
-    memory, pacing, costs, flight_s = scheduler.memory, scheduler.pacing, scheduler.costs, scheduler.sizes.flight_s
-    num_rows, size, step = len(sequences), scheduler.block_size, scheduler.flights[-1].step
-    full, taken = _crossings(sequences, most, size)
-    load = Load(num_rows=num_rows, num_cells=sum(sequence.num_planned for sequence in sequences), num_sampled=num_rows)
-    before, ready_s, times = list(under.results), under.ready_s, list[float]()
-    forwards = deque(result.timings.forward_s for result in before)
-    sent_s = deque(flight.sent_at for flight in scheduler.flights)
-    while len(times) < most and ready_s[0] < until_s:
-        now, seconds, number = ready_s.popleft(), forwards.popleft(), len(times) + 1
-        flight_s.observe(now - sent_s.popleft())
-        costs.computed(0, num_rows, seconds)
-        scheduler.counters.worker_forward_s += seconds
-        if number <= len(before):
-            seconds = _apply(scheduler, before[number - 1])
-        pacing.learn(num_rows, 0, seconds)
-        if number in full or number in taken:
-            memory.at(now)
-            for sequence, num_full in full.get(number, ()):
-                _publish(scheduler, sequence, num_full)
-            for sequence in taken.get(number, ()):
-                sequence.own_table.grow(1, step + number)
-                sequence.capacity += size
-        load.num_cells += num_rows
-        _, seconds = machine.seconds(load)
-        sent_s.append(now)
-        ready_s.append((ready_s[-1] if ready_s and ready_s[-1] > now else now) + seconds)
-        forwards.append(seconds)
-        record.step(num_rows, seconds, now)
-        times.append(now)
-    memory.at(times[-1])
-    return times, forwards
+def _learn(scheduler: Scheduler, under: Under, seconds: list[float], times: list[float], num_rows: int) -> None:
+    """What steps show of the worker, in their order: those under way first."""
+    num_steps, counters = len(times), scheduler.counters
+    sent_s = [*[flight.sent_at for flight in scheduler.flights], *times]
+    forwards_s = [*[result.timings.forward_s for result in under.results], *seconds][:num_steps]
+    took_s = [*[_apply(scheduler, result) for result in list(under.results)[:num_steps]], *seconds][:num_steps]
+    scheduler.sizes.flight_s.observe_each([now - at_s for now, at_s in zip(times, sent_s, strict=False)])
+    scheduler.costs.decoded(forwards_s)
+    for forward_s in forwards_s:  # one by one, as sums of floats depend on the order
+        counters.worker_forward_s += forward_s
+    scheduler.pacing.learn_decodes(num_rows, took_s)
 
 
 def _apply(scheduler: Scheduler, result: StepResult) -> float:
@@ -177,27 +153,30 @@ def _apply(scheduler: Scheduler, result: StepResult) -> float:
     return timings.apply_s - timings.moves_s + timings.forward_s
 
 
-def _crossings(
-    sequences: list[Sequence], most: int, size: int
-) -> tuple[dict[int, list[tuple[Sequence, int]]], dict[int, list[Sequence]]]:
-    """By step: whose block is full once it is committed, and which one; whose table is full when it is planned."""
-    full: dict[int, list[tuple[Sequence, int]]] = {}
-    taken: dict[int, list[Sequence]] = {}
-    for sequence in sequences:
-        computed = sequence.num_computed
-        for number in range(size - computed % size, most + 1, size):
-            full.setdefault(number, []).append((sequence, (computed + number) // size))
-        for number in range(sequence.capacity - sequence.num_planned + 1, most + 1, size):
-            taken.setdefault(number, []).append(sequence)
-    return full, taken
+def _cross(scheduler: Scheduler, sequences: list[Sequence], times: list[float], step: int) -> None:
+    """Name the blocks that are full once a step is committed, and take those that planning it needs; in their order.
 
-
-def _publish(scheduler: Scheduler, sequence: Sequence, num_full: int) -> None:
-    """Name a block whose last token is not appended yet."""
-    missing = num_full * scheduler.block_size - len(sequence.tokens)
-    tokens = sequence.tokens + [TOKEN] * missing if missing > 0 else sequence.tokens
-    blocks = sequence.own_table.blocks[:num_full]
-    scheduler.memory.index.publish(sequence.chain, tokens, blocks, num_full - 1, sequence.group.salt)
+    `step`: the last that was planned before.
+    """
+    size, memory, num_steps = scheduler.block_size, scheduler.memory, len(times)
+    crossings: list[tuple[int, bool, int, int]] = []  # number of the step, whether a block is taken, whose, how many
+    for i, sequence in enumerate(sequences):
+        before = sequence.num_computed - num_steps
+        for number in range(size - before % size, num_steps + 1, size):
+            crossings.append((number, False, i, (before + number) // size))
+        for number in range(sequence.capacity - sequence.num_planned + num_steps + 1, num_steps + 1, size):
+            crossings.append((number, True, i, 1))
+    crossings.sort()
+    for number, is_taken, i, num_blocks in crossings:
+        sequence = sequences[i]
+        memory.at(times[number - 1])
+        if is_taken:
+            sequence.own_table.grow(num_blocks, step + number)
+            sequence.capacity += size
+        else:
+            blocks = sequence.own_table.blocks[:num_blocks]
+            memory.index.publish(sequence.chain, sequence.tokens, blocks, num_blocks - 1, sequence.group.salt)
+    memory.at(times[-1])
 
 
 def _settle(scheduler: Scheduler, sequences: list[Sequence], times: list[float]) -> None:
@@ -219,11 +198,11 @@ def _settle(scheduler: Scheduler, sequences: list[Sequence], times: list[float])
 
 
 def _under_way(
-    scheduler: Scheduler, before: list[StepResult], forwards: deque[float]
+    scheduler: Scheduler, before: list[StepResult], forwards_s: list[float]
 ) -> tuple[list[StepResult], list[StepPlan]]:
     """The results that are to come, of which those `before` were already; and their plans, as far as anybody looks."""
     flights, num_rows, results = scheduler.flights, len(scheduler.flights[0].sequences), before
-    for flight, seconds in list(zip(flights, forwards, strict=True))[len(before) :]:
+    for flight, seconds in list(zip(flights, forwards_s, strict=True))[len(before) :]:
         result = StepResult(scheduler.lease, flight.step, [1] * num_rows, [TOKEN] * num_rows)
         result.timings = Timings(forward_s=seconds)
         results.append(result)

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from kilburn.controller.core.engine import Engine
+from kilburn.controller.core.events import Cancel
 from kilburn.controller.simulate.cluster import Cluster, Worker
 from kilburn.controller.simulate.demand import Decoding, poisson, submits
+from kilburn.controller.simulate.devices import DEVICES, Reach
 from kilburn.controller.simulate.record import Record
-from kilburn.controller.simulate.roofline import Linear
+from kilburn.controller.simulate.roofline import Linear, Roofline, known_shape
 from kilburn.controller.simulate.sizing import Setup
 from kilburn.controller.simulate.traces import Asked
 from kilburn.shared.layout import KVLayout
@@ -19,11 +21,18 @@ PRICES = Linear(fixed_s=2e-3, row_s=5e-5, cell_s=1e-7, token_s=5e-5, pair_s=1e-8
 PLAIN = Setup(
     KVLayout(4, 1, 1, 8, "float32"), PRICES, 200, max_rows=16, max_step_tokens=64, max_len=160, step_target_s=0.004
 )
+SHAPE = known_shape("opt-13b", "float16", 1)
+assert SHAPE is not None
+SLOW = replace(DEVICES["a10-24gb"], flops=8e12)  # bound by products as well as by memory
 SETUPS = {
     "plain": PLAIN,
     "one plan at a time": replace(PLAIN, depth=1),
     "three at a time": replace(PLAIN, depth=3),
     "a tight pool": replace(PLAIN, num_blocks=70, num_host_blocks=30),
+    "a tight pool without a host": replace(PLAIN, num_blocks=70),
+    "a device of the table": replace(
+        PLAIN, machine=Roofline(SLOW, Reach(), SHAPE, PLAIN.layout, "float16", 1), num_groups=2
+    ),
     "few rows": replace(PLAIN, max_rows=3, max_step_tokens=8),
     "blocks of one": replace(PLAIN, layout=replace(PLAIN.layout, block_size=1), num_blocks=800),
     "large blocks": replace(PLAIN, layout=replace(PLAIN.layout, block_size=32), num_blocks=30),
@@ -106,6 +115,10 @@ def test_stretches_make_no_difference(name: str) -> None:
         assert (quick.record.busy_s, quick.record.row_seconds, quick.record.last_end_s) == pytest.approx(
             (slow.record.busy_s, slow.record.row_seconds, slow.record.last_end_s)
         )
+        if setup.policy == "paged":  # somebody leaves, in the middle of something or in line
+            present = sorted(request_id for request_id, seen in quick.record.seen.items() if seen.num_left)
+            for cluster in (quick, slow) if present else ():
+                cluster.happens([Cancel(present[len(present) // 2])], until_s)
     assert len(quick.record.seen) == len(asked) > 25
     if name not in ("beams", "shares"):  # which wait for every token, or have turns that depend on each
         assert turns[0] < 0.95 * turns[1], turns
