@@ -105,7 +105,8 @@ def _untouched(shape: tuple[int, ...]) -> Tensor:
     num_bytes = math.prod(shape)
     if num_bytes == 0:
         return torch.zeros(shape, dtype=torch.int8)
-    pages = mmap.mmap(-1, num_bytes)  # the tensor keeps it
+    # The tensor keeps it. Private, for pages that processes share are not huge unless a system's settings say so.
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
