@@ -11,8 +11,9 @@
 A side is a server that speaks OpenAI's completions with token ids (its address), or an engine asked in process (the
 Python that has it, its name in `peer_engines.py`, its model). The sides take turns, A B A B, on prompts that no round
 repeats. Printed are the medians, the median of each round's ratio to the first side, the peak memory of each side's
-processes, and how far the greedy answers agree. Start every side before, with the same weights, `--threads` as here,
-and 16 as the most that run for W3. It installs nothing and starts no server.
+processes, and how far the greedy answers agree. Start every server before, with the same weights, `--threads` as here,
+and 16 as the most that run for W3, which `--max-running` says to engines in process. It installs nothing and starts no
+server.
 
 The floors are measured in the same run on the model's own shapes: the weights read once per decode step (GB/s), and the
 products of all tokens (GFLOP/s, by the fastest of torch's float32 products), each prefix once, each head only where a
@@ -129,10 +130,13 @@ class Server:
 class InProcess:
     """A side that another Python runs."""
 
-    def __init__(self, name: str, words: list[str], vocabulary: int, tokenizer: Tokenizer, threads: int) -> None:
+    def __init__(
+        self, name: str, words: list[str], vocabulary: int, tokenizer: Tokenizer, options: argparse.Namespace
+    ) -> None:
         python, engine, model = words
         self.name, self.vocabulary, self.tokenizer = name, vocabulary, tokenizer
-        command = [python, str(Path(__file__).with_name("peer_engines.py")), engine, model, "--threads", str(threads)]
+        command = [python, str(Path(__file__).with_name("peer_engines.py")), engine, model]
+        command += ["--threads", str(options.threads), "--max-running", str(options.max_running)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._line("ready")
 
@@ -224,7 +228,7 @@ def sides_of(options: argparse.Namespace, vocabulary: int) -> list[Side]:
         if where.startswith(("http://", "https://")):
             sides.append(Server(name, where, vocabulary))
         elif where.count(",") == 2:
-            sides.append(InProcess(name, where.split(","), vocabulary, tokenizer, options.threads))
+            sides.append(InProcess(name, where.split(","), vocabulary, tokenizer, options))
         else:
             raise SystemExit(f"--side {spec}: give NAME=http://... or NAME=PYTHON,ENGINE,MODEL")
     return sides
@@ -237,6 +241,7 @@ def main() -> None:
     parser.add_argument("--workloads", default="W1,W2,W3,W4")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--max-running", type=int, default=32, help="of engines in process; 16 for W3")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console, shapes = Console(), shapes_of(options.model)
