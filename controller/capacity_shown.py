@@ -1,6 +1,7 @@
 """What `kilburn simulate` and `kilburn tune` print: a table for people, or one JSON object; and drawings of it."""
 
 import json
+import resource
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -84,8 +85,11 @@ def _show(settings: SimulateSettings, results: list[Result]) -> None:
 def _show_pace(results: list[Result], seconds: float) -> None:
     """What simulating cost. A sequence that goes on by a token, or by a chunk of its prompt, is one sequence-step."""
     num_steps = sum(result.outcome.num_sequence_steps for result in results)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
     Console(width=160).print(
-        f"simulated in {seconds:.1f} s: {num_steps:,} sequence-steps, {num_steps / seconds:,.0f}/s"
+        f"simulated in {seconds:.1f} s, of CPU {cpu_s:.1f}: {num_steps:,} sequence-steps, "
+        f"{num_steps / seconds:,.0f}/s, {num_steps / cpu_s:,.0f} a second of CPU"
     )
 
 

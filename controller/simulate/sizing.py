@@ -6,10 +6,12 @@ as behind a balancer that counts; they know nothing of each other, and so run in
 
 import gc
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing.pool import Pool
 
 from kilburn.controller.core.departure import Way
 from kilburn.controller.core.policy import Preemption
@@ -184,13 +186,22 @@ def run_all(
             found[number][0].merge(record)
             found[number][1].merge(tally)
         return found
-    with multiprocessing.get_context("fork").Pool(min(jobs, len(shares))) as pool:
+    with _deaf_pool(min(jobs, len(shares))) as pool:
         for number, record, tally in pool.imap_unordered(_run_share, shares):
             found[number][0].merge(record)
             found[number][1].merge(tally)
             if tell is not None:
                 tell(len(record.seen) + record.num_refused)
     return found
+
+
+def _deaf_pool(num_processes: int) -> Pool:
+    """An interrupt from the keyboard goes to all processes; these leave it to the one that ends them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return multiprocessing.get_context("fork").Pool(num_processes)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _run_share(share: tuple[int, Setup, Sequence[Asked], Watch]) -> tuple[int, Record, Tally]:

@@ -1,10 +1,15 @@
 """Clusters on a clock that jumps: what steps hold, what clients see, and what other ideas of memory cost."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from time import sleep
 
 import pytest
 
@@ -304,6 +309,20 @@ def test_the_command_tells_all_of_a_trace(tmp_path: Path, capsys: pytest.Capture
     assert "sequence-steps, " in table
     assert cli.main(["tune", "block-size", *words[:3], "--block-sizes", "8,256", "--json", "--jobs", "1"]) == 0
     assert json.loads(capsys.readouterr().out)["block_size"] in (8, 256)
+
+
+def test_an_interrupt_ends_all_processes_without_a_word() -> None:
+    """Ctrl-C goes to all of them; two are in the middle of something when it comes."""
+    words = ["simulate", "llama-3.1-8b", "--groups", "16", "--rates", "5", "--seconds", "1h", "--jobs", "2"]
+    command = [sys.executable, "-m", "kilburn.controller.cli", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as running:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        while running.poll() is None and len(children.read_text().split()) < 2:
+            sleep(0.01)
+        os.killpg(running.pid, signal.SIGINT)
+        _, said = running.communicate()
+    assert running.returncode == 130
+    assert not said.strip()
 
 
 def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
