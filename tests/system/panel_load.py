@@ -229,9 +229,12 @@ class Load:
         async with aiohttp.ClientSession(connector=connector, timeout=patience) as session:
             fickle = await self._fickle.listen()
             try:
-                await self._disturb(session)
+                try:
+                    await self._disturb(session)
+                finally:
+                    await fickle.cleanup()
+                await asyncio.sleep(4)  # and QUIET_S later at least: after 5 s it is lost
             finally:
-                await fickle.cleanup()
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -270,7 +273,6 @@ class Load:
                 while not (await asyncio.to_thread(self._watched.ask, "break"))["lost"]:  # all blocks are in use
                     await asyncio.sleep(0.02)
             await self._until(lambda s: s["laws_broken"] == 1 and s["leases_began"] == 3)
-            await asyncio.sleep(3)
 
     def _names_at(self) -> str:
         return next(key.decode() for key in self._redis.client().scan_iter("kilburn:names:*"))

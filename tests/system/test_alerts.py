@@ -51,6 +51,14 @@ def found(hits: str, looked_up: str, evicted: str) -> dict[str, str]:
     }
 
 
+def controllers(ready: str, lost: str = "0x80") -> dict[str, str]:
+    """As a gateway sees them."""
+    seen = {"ready": ready, "unready": "0x80", "lost": lost}
+    return {f'kilburn_gateway_controllers{{state="{state}"}}': values for state, values in seen.items()}
+
+
+GATE_UP = 'up{job="kilburn-gateway"}'
+BROKEN, UNANSWERED = "kilburn_gateway_streams_broken_total", "kilburn_gateway_requests_unanswered_total"
 LAWS, LEASES = "kilburn_laws_broken_total", "kilburn_leases_ended_total"
 PREEMPTED = 'kilburn_preemptions_total{mode="swap",reason="cost"}'
 CASES = (
@@ -79,16 +87,27 @@ CASES = (
     Case("KilburnLawBroken", "one was", True, {LAWS: "0x70 1x10"}),
     Case("KilburnLawBroken", "none was", False, {LAWS: "0x80"}),
     Case("KilburnRegistryDown", "Redis is silent", True, {"kilburn_registry_up": "1x40 0x40"}),
+    Case("KilburnRegistryDown", "a gateway does not reach it", True,
+         {"kilburn_registry_up": "1x80", "kilburn_gateway_registry_up": "1x40 0x40"}),
     Case("KilburnRegistryDown", "for a moment", False, {"kilburn_registry_up": "1x76 0x4"}),
     Case("KilburnRegistryDown", "it answers", False, {"kilburn_registry_up": "1x80"}),
+    Case("KilburnGatewayNotServing", "no controller is ready", True, controllers("0x80", "2x80") | {GATE_UP: "1x80"}),
+    Case("KilburnGatewayNotServing", "the gateway died", True, controllers("1x60 _x20") | {GATE_UP: "1x60 0x20"}),
+    Case("KilburnGatewayNotServing", "one is ready", False, controllers("1x80", "2x80") | {GATE_UP: "1x80"}),
+    Case("KilburnGatewayNotServing", "a controller died", False, {"up": "0x80", GATE_UP: "1x80"}),
+    Case("KilburnControllerLost", "one is", True, controllers("1x80", "0x60 1x20")),
+    Case("KilburnControllerLost", "for a moment", False, controllers("1x80", "0x77 1x1 0x2")),
+    Case("KilburnGatewayFailing", "a stream broke", True, {BROKEN: "0x70 1x10", UNANSWERED: "0x80"}),
+    Case("KilburnGatewayFailing", "nobody took a request", True, {BROKEN: "0x80", UNANSWERED: "3x70 4x10"}),
+    Case("KilburnGatewayFailing", "long ago", False, {BROKEN: "0x20 1x60", UNANSWERED: "0x20 1x60"}),
 )  # fmt: skip
 
 
 def with_labels(name: str) -> str:
-    """A series as a scrape of one controller would leave it."""
+    """A series as a scrape of one controller, or of one gateway, would leave it."""
     name, _, own = name.partition("{")
     labels = GROUP if name in OF_GROUPS else HERE
-    pairs = [f'{key}="{value}"' for key, value in labels.items()]
+    pairs = [f'{key}="{value}"' for key, value in labels.items() if not own.startswith(f"{key}=")]
     return name + "{" + ",".join([*pairs, *filter(None, [own[:-1]])]) + "}"
 
 
