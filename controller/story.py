@@ -123,13 +123,14 @@ class Chronicle:
     def note(self, effect: Effect, now: float) -> None:
         """What the engine says of a request. Called for every token: keep it small."""
         if type(effect) is Emit:
-            record = self._open.get(effect.request_id)
-            if record is not None:
-                record.num_tokens += 1
-                if record.first_token_at is None:
-                    record.first_token_at = now
-                if self._keeps_tokens:
-                    record.tokens.setdefault(effect.index, []).append(effect.token)
+            for request_id, index, token in zip(effect.request_ids, effect.indices, effect.tokens, strict=True):
+                record = self._open.get(request_id)
+                if record is not None:
+                    record.num_tokens += 1
+                    if record.first_token_at is None:
+                        record.first_token_at = now
+                    if self._keeps_tokens:
+                        record.tokens.setdefault(index, []).append(token)
         elif type(effect) in _OF_REQUESTS:
             self._note_rarely(effect, now)
 

@@ -21,6 +21,7 @@ from kilburn.controller.choice import Ask, Choice
 from kilburn.controller.core.events import (
     Beam,
     Cancel,
+    Drawn,
     Emit,
     Event,
     Finished,
@@ -39,6 +40,7 @@ from kilburn.shared.types import FinishReason
 
 log = logging.getLogger("kilburn")
 
+_OfOne = Refused | Started | PromptScored | Drawn | Finished | Beam
 TextEffect = Refused | Started | PromptScored | Emit | Finished | Beam
 
 
@@ -178,10 +180,17 @@ class Streams:
         self._post(Cancel(request_id))
 
     def perform(self, effect: TextEffect, now: float) -> None:
-        """Fulfils one of the engine's wishes. A fault on the way fails that request, and no other.
+        """Fulfils one of the engine's wishes. A fault on the way fails its request, and no other.
 
         `now` is the time of the turn, on the clock of the loop.
         """
+        if isinstance(effect, Emit):
+            for drawn in effect.each():
+                self._perform_one(drawn, now)
+        else:
+            self._perform_one(effect, now)
+
+    def _perform_one(self, effect: _OfOne, now: float) -> None:
         request = self._open.get(effect.request_id)
         if request is None:
             return  # the client left, or every choice has met its stop string
@@ -191,8 +200,8 @@ class Streams:
             log.exception("the text of a request could not be made")
             self._fail(effect.request_id, request, "the server could not put this answer into text", now)
 
-    def _tell(self, effect: TextEffect, request: _Open, now: float) -> None:
-        if type(effect) is Emit:
+    def _tell(self, effect: _OfOne, request: _Open, now: float) -> None:
+        if type(effect) is Drawn:
             choice = request.choices[effect.index]
             if choice.finish is not None:
                 return

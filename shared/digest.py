@@ -8,8 +8,6 @@ chain leaves the public prefixes; from there on the parent's digest carries it.
 """
 
 import hashlib
-import sys
-from array import array
 from collections.abc import Sequence
 from struct import pack
 
@@ -20,10 +18,7 @@ _DOMAIN = b"kilburn.block.1\0"
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as little-endian int32."""
-    column = array("i", tokens)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tobytes()
+    return pack(f"<{len(tokens)}i", *tokens)
 
 
 class BlockHasher:
@@ -31,9 +26,14 @@ class BlockHasher:
 
     def __init__(self, model_digest: bytes, block_size: int) -> None:
         self._prefix = _DOMAIN + pack("<II", block_size, len(model_digest)) + model_digest
+        self._num_bytes = 4 * block_size
+        self._head = self._prefix + pack("<II", 0, self._num_bytes)  # of nearly all
 
     def digest(self, parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes:
         """The 32-byte name of the full block that holds `tokens` and follows the block named `parent`."""
         packed = pack_tokens(tokens)
-        head = self._prefix + pack("<II", len(salt), len(packed))
+        if salt or len(packed) != self._num_bytes:
+            head = self._prefix + pack("<II", len(salt), len(packed))
+        else:
+            head = self._head
         return hashlib.sha256(head + parent + salt + packed).digest()

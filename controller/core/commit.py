@@ -20,6 +20,19 @@ class Disagreement(Exception):
     """The worker's outcomes do not fit the plan. Ends the lease."""
 
 
+class _Said:
+    """What a result says of single rows, by their index, beside their tokens."""
+
+    __slots__ = ("failed", "logprobs", "of_any", "scores", "unwell")
+
+    def __init__(self, result: StepResult) -> None:
+        self.failed = result.failed
+        self.unwell = {*result.failed, *(lost.index for lost in result.lost)}
+        self.logprobs = {entry.index: entry for entry in result.logprobs}
+        self.scores = {entry.index: entry for entry in result.prompt_logprobs}
+        self.of_any = bool(self.unwell or self.logprobs)  # of rows that draw
+
+
 class Commit:
     """Takes the results of one worker group. `name` is the group's."""
 
@@ -35,38 +48,65 @@ class Commit:
             raise Disagreement("a token beyond the vocabulary")
         self._learn(flight, result, effects)
         self._lose(result.lost, effects)
-        logprobs = {entry.index: entry for entry in result.logprobs}
-        scores = {entry.index: entry for entry in result.prompt_logprobs}
-        unwell = {*result.failed, *(lost.index for lost in result.lost)}
-        is_quiet = not unwell and not logprobs  # tokens are all that it tells
-        tokens, at, num_steady, failed, size = result.tokens, 0, 0, result.failed, self._block_size
-        rows = zip(flight.sequences, flight.epochs, flight.counts, result.num_tokens, strict=True)
-        for i, (sequence, epoch, count, num_drawn) in enumerate(rows):
-            first, at = at, at + num_drawn
-            if failed and i in failed:
-                self._memory.distrust(sequence.chain)
-            if sequence.epoch != epoch:
-                continue  # of a life that is over
-            if sequence.is_steady and is_quiet and num_drawn == 1:  # most rows of most steps
-                computed = sequence.num_computed = sequence.num_computed + 1
-                if computed % size == 0:
-                    self._publish(sequence, computed - 1)
-                self._append(sequence, tokens[first], (), effects)
-                num_steady += 1
-                continue
-            if i in unwell:
-                self._unwell(sequence, failed.get(i), effects)
-                continue
-            if count > 1 or sequence.num_computed < sequence.num_prompt:
-                self._tell_chunk(sequence, count, flight.sent_at, effects)
-            if sequence.group.num_scored < sequence.num_prompt:
-                self._score(sequence, count, scores.get(i), effects)
-            self._advance(sequence, count, tokens[first:at], logprobs.get(i), effects)
-        self._counters.generated_tokens += num_steady
+        said, tokens, num_tokens, at = _Said(result), result.tokens, result.num_tokens, 0
+        start = flight.num_chunks
+        if said.of_any or num_tokens[start:].count(1) != len(num_tokens) - start:
+            start = len(num_tokens)
+        for i in range(start):
+            first, at = at, at + num_tokens[i]
+            self._take(flight, i, tokens[first:at], said, effects)
+        self._go_on(flight, start, tokens[at:], said, effects)
         if self._line.returning:
             self._welcome(flight.step, effects)
 
+    def _take(self, flight: Flight, i: int, drawn: list[int], said: "_Said", effects: list[Effect]) -> None:
+        """What became of one row, whatever it is."""
+        sequence, count = flight.sequences[i], flight.counts[i]
+        if i in said.failed:
+            self._memory.distrust(sequence.chain)
+        if sequence.epoch != flight.epochs[i]:
+            return  # of a life that is over
+        if i in said.unwell:
+            self._unwell(sequence, said.failed.get(i), effects)
+            return
+        if count > 1 or sequence.num_computed < sequence.num_prompt:
+            self._tell_chunk(sequence, count, flight.sent_at, effects)
+        if sequence.group.num_scored < sequence.num_prompt:
+            self._score(sequence, count, said.scores.get(i), effects)
+        self._advance(sequence, count, drawn, said.logprobs.get(i), effects)
+
     # --- what went well
+
+    def _go_on(self, flight: Flight, start: int, tokens: list[int], said: "_Said", effects: list[Effect]) -> None:
+        """The rows from `start` on drew a token each, and nothing else is said of them: most rows of most steps."""
+        told: list[Sequence] = []
+        drawn: list[int] = []
+        sequences, epochs, size = flight.sequences[start:], flight.epochs[start:], self._block_size
+        for sequence, epoch, token in zip(sequences, epochs, tokens, strict=True):
+            if sequence.epoch != epoch:
+                continue  # of a life that is over
+            if not sequence.is_steady:
+                self._tell(told, drawn, effects)
+                told, drawn = [], []
+                self._take(flight, sequences.index(sequence) + start, [token], said, effects)
+                continue
+            computed = sequence.num_computed = sequence.num_computed + 1
+            sequence.tokens.append(token)
+            told.append(sequence)
+            drawn.append(token)
+            if not computed % size:
+                self._publish(sequence, computed - 1)
+            if computed >= sequence.limit or token in sequence.stop_ids:
+                self._tell(told, drawn, effects)
+                told, drawn = [], []
+                self._end_if_due(sequence, token, effects)
+        self._tell(told, drawn, effects)
+
+    def _tell(self, told: list[Sequence], drawn: list[int], effects: list[Effect]) -> None:
+        """Steady sequences went on, and nothing else happened meanwhile."""
+        if told:
+            self._counters.generated_tokens += len(told)
+            effects.append(Emit([s.request_id for s in told], [s.index for s in told], drawn))
 
     def _advance(
         self, sequence: Sequence, count: int, drawn: list[int], logprobs: RowLogprobs | None, effects: list[Effect]
@@ -128,6 +168,7 @@ class Commit:
             self._step_beams(group, sequence, _candidates(logprobs), effects)
         elif expected:
             self._counters.generated_tokens += expected
+            self._line.regrouped()
             for i, child in enumerate(group.fork()):
                 self._append(child, drawn[i], _entries(logprobs, i), effects)
         elif computed >= sequence.limit:
@@ -137,7 +178,11 @@ class Commit:
         self, sequence: Sequence, token: int, logprobs: tuple[tuple[int, float], ...], effects: list[Effect]
     ) -> None:
         sequence.tokens.append(token)
-        effects.append(Emit(sequence.group.request_id, sequence.index, token, logprobs))
+        entries = {0: logprobs} if logprobs else {}
+        effects.append(Emit([sequence.request_id], [sequence.index], [token], entries))
+        self._end_if_due(sequence, token, effects)
+
+    def _end_if_due(self, sequence: Sequence, token: int, effects: list[Effect]) -> None:
         if token in sequence.stop_ids:
             self._line.end(sequence, FinishReason.STOP, effects)
         elif sequence.num_computed >= sequence.limit:
@@ -152,6 +197,7 @@ class Commit:
         continuations = group.step()
         if continuations:
             group.go_on(continuations)
+            self._line.regrouped()
             self._counters.generated_tokens += 1
             return
         self._line.cancel(group)

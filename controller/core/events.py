@@ -6,8 +6,8 @@ Events are facts: they have happened and cannot be refused. Effects are wishes t
 never learns whether text came out of its tokens, nor the edge how blocks are kept.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kilburn.shared.grammar import Grammar
@@ -189,13 +189,31 @@ class PromptScored:
 
 
 @dataclass(slots=True)
-class Emit:
-    """A sequence went on by one token. Never sent twice for a position."""
+class Drawn:
+    """One token of an Emit. `logprobs`: the token itself, then the likeliest, best first; () where nobody asked."""
 
     request_id: int
     index: int
     token: int
-    logprobs: tuple[tuple[int, float], ...] = ()  # the token itself, then the likeliest, best first; () if not asked
+    logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Emit:
+    """Sequences went on by one token each. Never sent twice for a position.
+
+    Columns, since an object for each row of each step is a good part of what a step of many rows costs.
+    """
+
+    request_ids: list[int]
+    indices: list[int]
+    tokens: list[int]
+    logprobs: dict[int, tuple[tuple[int, float], ...]] = field(default_factory=dict)  # by place in the columns
+
+    def each(self) -> Iterator[Drawn]:
+        """One by one, for whoever is in no hurry."""
+        for i, (request_id, index, token) in enumerate(zip(self.request_ids, self.indices, self.tokens, strict=True)):
+            yield Drawn(request_id, index, token, self.logprobs.get(i, ()))
 
 
 @dataclass(slots=True)

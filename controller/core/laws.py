@@ -30,6 +30,8 @@ def validate(line: Lineup, in_flight: Iterable[tuple[Sequence, int, int]], block
     rows = [s.row for s in sequences] + [row for group in line.running for row in group.reserved_rows]
     if sorted(rows + line.free_rows) != list(range(line.max_rows)):
         raise LawBroken("a row is used twice, or lost")
+    if line.sequences != sequences:
+        raise LawBroken("others run than those who are planned for")
     if [g.place for g in line.running] != sorted(g.place for g in line.running):
         raise LawBroken("groups out of order")
     line.waiting.validate()
@@ -68,6 +70,10 @@ def _validate_running(sequence: Sequence, in_flight: int, block_size: int) -> No
         raise LawBroken(f"{sequence} has {in_flight} positions in flight")
     if sequence.is_fresh and sequence.num_planned != sequence.num_computed:
         raise LawBroken(f"{sequence} is to be admitted anew with work in flight")
+    if sequence.is_steady:
+        is_plain = type(sequence.group) is Group and not sequence.is_fresh and not sequence.followers
+        if not is_plain or len(sequence.tokens) != sequence.num_computed + 1:
+            raise LawBroken(f"{sequence} is said to go on by one token at a time, and may not")
 
 
 def _validate_blocks(pool: BlockPool, sequence: Sequence, block_size: int) -> None:

@@ -45,6 +45,7 @@ class Lineup:
     ) -> None:
         self.memory, self.max_rows, self.name, self.grammars = memory, max_rows, name, grammars
         self.running: list[Group] = []
+        self._sequences: list[Sequence] | None = []  # see `sequences`
         self.waiting = Turns(fairness)
         self.pinned: list[PinGroup] = []  # held, not running
         self.ended: list[Group] = []
@@ -75,6 +76,17 @@ class Lineup:
     def pinned_blocks(self) -> list[int]:
         """What complete prefixes hold."""
         return [block for pin in self.pinned for block in pin.live[0].own_table.blocks]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of all groups that run, in order. Kept until somebody comes, leaves or forks: for many steps, as a rule."""
+        if self._sequences is None:
+            self._sequences = [sequence for group in self.running for sequence in group.live]
+        return self._sequences
+
+    def regrouped(self) -> None:
+        """Others run than did before."""
+        self._sequences = None
 
     def holding(self, block: int) -> list[Group]:
         """The running groups that hold a block."""
@@ -140,6 +152,7 @@ class Lineup:
         """
         self.waiting.remove(group)
         insort(self.running, group, key=lambda g: g.place)
+        self.regrouped()
         for sequence, table, num_computed, plan_end in zip(group.live, tables, computed, plan_ends, strict=True):
             capacity = len(table.blocks) * self.memory.block_size
             sequence.start(self.free_rows.pop(), table, num_computed, capacity, plan_end)
@@ -186,6 +199,7 @@ class Lineup:
         hosts = self.memory.swap_out(group, self.pinned_blocks, moves)
         moves.shares.append((departure, len(moves.swaps_out) - num_before))
         self.running.remove(group)
+        self.regrouped()
         for sequence, host in zip(group.live, hosts, strict=True):
             self.free_rows.append(sequence.swap_out(host))
         self._give_back_reserved(group)
@@ -211,6 +225,7 @@ class Lineup:
     def take_off(self, group: Group, to: State) -> None:
         """The whole group leaves its rows and blocks."""
         self.running.remove(group)
+        self.regrouped()
         for sequence in group.live:
             self.free_rows.append(sequence.leave(to))
         self._give_back_reserved(group)
@@ -220,6 +235,7 @@ class Lineup:
         """A named prefix is complete: it keeps its blocks and leaves its row."""
         (sequence,) = group.live
         self.running.remove(group)
+        self.regrouped()
         self.free_rows.append(sequence.pin())
         self.pinned.append(group)
 
@@ -299,6 +315,7 @@ class Lineup:
         indices = [sequence.index] if group.has_forked else group.indices()
         self.free_rows.append(sequence.leave(State.FINISHED))
         group.part_with(sequence)
+        self.regrouped()
         for leader in group.live:
             if sequence in leader.followers:
                 leader.followers.remove(sequence)

@@ -83,7 +83,7 @@ class PrefixIndex:
     def publish(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, salt: Salt) -> None:
         """Name the full blocks from number `first` on: all of blocks[first:] are full and committed."""
         size = self._block_size
-        self.extend(chain, tokens, len(blocks), salt)
+        extend_chain(chain, self._hasher, size, tokens, len(blocks), salt)
         for i in range(first, len(blocks)):
             parent = chain[i - 1] if i else ROOT
             self._pool.publish(blocks[i], Name(chain[i], parent, tuple(tokens[i * size : (i + 1) * size])))

@@ -186,6 +186,7 @@ class Scheduler:
                 sequences,
                 epochs,
                 counts,
+                num_chunks,
                 num_chunk_tokens,
                 num_moved,
                 moves.shares,
@@ -218,47 +219,50 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft, effects: list[Effect]) -> list[Sequence]:
         """One position for each sequence that has only its newest token to compute. Returns those that have more."""
         longer: list[Sequence] = []
-        decodes, budget = draft.decodes, draft.budget
-        for place, group in enumerate(self.line.running):  # whoever leaves the list meanwhile stands behind, or asks
-            if self.probe is not None and group is not self.probe:
-                continue
-            was_granted = False
-            for sequence in group.live:
-                planned = sequence.num_planned
-                if planned >= sequence.plan_end:
-                    continue
-                if len(sequence.tokens) - planned > 1:
-                    longer.append(sequence)
-                    continue
-                if budget == 0:
-                    return longer
-                if planned == sequence.capacity or sequence.is_fresh:
-                    if not self._make_room(draft, sequence, place, was_granted, effects):
-                        continue  # it waits for blocks, or its group has just left the list
-                    draft.admit_fresh(sequence)
+        decodes, most = draft.decodes, draft.budget
+        for sequence in self.line.sequences if self.probe is None else list(self.probe.live):
+            planned = sequence.num_planned
+            if sequence.is_steady and planned < sequence.capacity and planned < sequence.plan_end:  # nearly all
+                if len(decodes) == most:
+                    break
                 decodes.append(sequence)
                 sequence.num_planned = planned + 1
-                draft.budget = budget = budget - 1
-                was_granted = True
-            if type(group) is BeamGroup and group.is_in_step:
-                self._plan_beams(draft, group, place, effects)
-                budget = draft.budget
+            elif sequence.state is State.RUNNING:  # not one that was preempted meanwhile
+                draft.budget = most - len(decodes)
+                if not draft.budget:
+                    break
+                self._plan_one(draft, sequence, longer, effects)
+        draft.budget = most - len(decodes)
         return longer
 
-    def _plan_beams(self, draft: Draft, group: BeamGroup, place: int, effects: list[Effect]) -> None:
+    def _plan_one(self, draft: Draft, sequence: Sequence, longer: list[Sequence], effects: list[Effect]) -> None:
+        """A position for a sequence that begins or grows, unless it has more to compute or has to wait."""
+        group = sequence.group
+        if type(group) is BeamGroup and group.is_in_step:
+            if sequence is group.live[0]:
+                self._plan_beams(draft, group, effects)
+        elif sequence.num_planned >= sequence.plan_end:
+            pass  # until something is committed
+        elif len(sequence.tokens) - sequence.num_planned > 1:
+            longer.append(sequence)
+        elif self._make_room(draft, sequence, effects):  # otherwise it waits for blocks, or its group has just left
+            draft.admit_fresh(sequence)
+            draft.decodes.append(sequence)
+            sequence.num_planned += 1
+
+    def _plan_beams(self, draft: Draft, group: BeamGroup, effects: list[Effect]) -> None:
         """One position for each beam, all in this plan or none."""
         if draft.budget < len(group.live):
             return
         num_needed = self._blocks_to_step(group)
-        if not self._make_available(draft, num_needed, group, place, False, effects):
+        if not self._make_available(draft, num_needed, group, effects):
             return
         for beam in group.live:
-            if not self._make_room(draft, beam, place, True, effects):
+            if not self._make_room(draft, beam, effects):
                 raise LawBroken(f"no block for {beam}, though {num_needed} were counted")
             draft.admit_fresh(beam)
             draft.decodes.append(beam)
             beam.num_planned += 1
-            draft.budget -= 1
 
     def _blocks_to_step(self, group: BeamGroup) -> int:
         """Blocks to take so that each beam may write its next slot: new ones, and copies of shared ones."""
@@ -287,41 +291,41 @@ class Scheduler:
             if draft.room and sequence.state is State.RUNNING:
                 draft.add_chunk(sequence)
 
-    def _make_room(
-        self, draft: Draft, sequence: Sequence, place: int, was_granted: bool, effects: list[Effect]
-    ) -> bool:
+    def _make_room(self, draft: Draft, sequence: Sequence, effects: list[Effect]) -> bool:
         """A writable slot for the next position: a new block, or a copy of a shared one. May preempt."""
-        table, planned = sequence.own_table, sequence.num_planned
-        is_full = planned == sequence.capacity
-        at = planned // self.block_size
-        if not is_full and self.pool.is_writable(table.blocks[at]):
+        if sequence.num_planned == sequence.capacity:
+            return self._grow(draft, sequence, effects)
+        table, at = sequence.own_table, sequence.num_planned // self.block_size
+        if self.pool.is_writable(table.blocks[at]):
             return True
-        needs_block = is_full or self.pool.refs(table.blocks[at]) > 1
-        if needs_block and not self._make_available(draft, 1, sequence.group, place, was_granted, effects):
+        if self.pool.refs(table.blocks[at]) > 1 and not self._make_available(draft, 1, sequence.group, effects):
             return False
-        if is_full:
-            taken = self.memory.grow(table, 1, draft.moves)
-            sequence.capacity += self.block_size
-            if not sequence.is_fresh:  # an Admit carries the whole table
-                draft.grown_at.append(len(draft.decodes))
-                draft.grown_blocks.extend(taken)
-        else:
-            copy = table.make_writable(at, draft.step)
-            if copy is not None:
-                self.memory.copy(*copy, draft.moves)
-                self.counters.block_copies += 1
-                if not sequence.is_fresh:
-                    raise LawBroken(f"the table of {sequence} changes under its row")
+        copy = table.make_writable(at, draft.step)
+        if copy is not None:
+            self.memory.copy(*copy, draft.moves)
+            self.counters.block_copies += 1
+            if not sequence.is_fresh:
+                raise LawBroken(f"the table of {sequence} changes under its row")
         return True
 
-    def _make_available(
-        self, draft: Draft, num_blocks: int, asking: Group, place: int, was_granted: bool, effects: list[Effect]
-    ) -> bool:
+    def _grow(self, draft: Draft, sequence: Sequence, effects: list[Effect]) -> bool:
+        """One more block at the table's end. May preempt."""
+        if not self.pool.num_available and not self._make_available(draft, 1, sequence.group, effects):
+            return False
+        taken = self.memory.grow(sequence.own_table, 1, draft.moves)
+        sequence.capacity += self.block_size
+        if not sequence.is_fresh:  # an Admit carries the whole table
+            draft.grown_at.append(len(draft.decodes))
+            draft.grown_blocks.extend(taken)
+        return True
+
+    def _make_available(self, draft: Draft, num_blocks: int, asking: Group, effects: list[Effect]) -> bool:
         """So many blocks can be taken now, if need be by preempting others. False: not in this plan."""
         while self.pool.num_available < num_blocks:
             if self.pool.num_available + len(draft.moves.device_reads) >= num_blocks:
                 return False  # blocks of a group that is being swapped out are free for the next plan
-            loser = victim(self.line.running, place, was_granted)
+            was_granted = bool(draft.decodes) and draft.decodes[-1].group is asking
+            loser = victim(self.line.running, self.line.running.index(asking), was_granted)
             if loser is None:
                 return False
             if loser is asking and len(self.line.running) == 1 and not self.admission.would_hold_less(asking):

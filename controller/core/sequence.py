@@ -80,6 +80,7 @@ class Sequence:
         "num_planned",
         "num_prompt",
         "plan_end",
+        "request_id",
         "row",
         "sampling",
         "state",
@@ -89,7 +90,7 @@ class Sequence:
     )
 
     def __init__(self, group: "Group", index: int, tokens: list[int], num_prompt: int, limit: int, sampling: Sampling):
-        self.group, self.index = group, index
+        self.group, self.request_id, self.index = group, group.request_id, index
         self.tokens, self.num_prompt, self.limit = tokens, num_prompt, limit
         self.sampling = sampling
         self.stop_ids = _set_of(sampling.stop_ids)

@@ -29,7 +29,8 @@ class Flight:
     sequences: list[Sequence]
     epochs: list[int]
     counts: list[int]
-    num_chunk_tokens: int = 0  # positions of chunks; the other rows go on by one
+    num_chunks: int = 0  # rows, the first ones
+    num_chunk_tokens: int = 0  # their positions; the other rows go on by one
     num_moved: int = 0  # blocks swapped in or out
     shares: list[tuple[Departure, int]] = field(default_factory=list)  # of these, for groups that leave or return
     num_out: int = 0  # of those moved, out
@@ -37,7 +38,7 @@ class Flight:
 
     @property
     def num_decodes(self) -> int:
-        return sum(self.counts) - self.num_chunk_tokens
+        return len(self.sequences) - self.num_chunks
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from kilburn.controller.core.blame import POISON
 from kilburn.controller.core.events import (
     Beam,
     Cancel,
-    Emit,
+    Drawn,
     Finished,
     PromptScored,
     Refusal,
@@ -159,22 +159,22 @@ class Clients:
         case.ended[index] = beam.reason
         self.last_progress_s = now
 
-    def emitted(self, emit: Emit, now: float) -> None:
-        case, rid = self._case(emit.request_id), emit.request_id
-        demand(0 <= emit.index < case.submit.n, f"a token for index {emit.index} of {case.submit.n}", rid)
+    def emitted(self, drawn: Drawn, now: float) -> None:
+        case, rid = self._case(drawn.request_id), drawn.request_id
+        demand(0 <= drawn.index < case.submit.n, f"a token for index {drawn.index} of {case.submit.n}", rid)
         demand(case.search is None, "a token of a beam search", rid)
         demand(not case.is_cancelled, "a token after Cancel", rid)
-        demand(case.refused is None and case.ended[emit.index] is None, "a token after the end", rid)
+        demand(case.refused is None and case.ended[drawn.index] is None, "a token after the end", rid)
         demand(case.is_started, "a token before Started", rid)
-        demand(emit.index not in case.silent, "a token after Stop", rid)
+        demand(drawn.index not in case.silent, "a token after Stop", rid)
         self._check_scored(case)
-        done, answer = case.emitted[emit.index], case.answers[emit.index].tokens
+        done, answer = case.emitted[drawn.index], case.answers[drawn.index].tokens
         position = len(case.submit.prompt) + len(done)
-        demand(len(done) < len(answer), f"index {emit.index} goes on past its end", rid)
+        demand(len(done) < len(answer), f"index {drawn.index} goes on past its end", rid)
         expected = answer[len(done)]
-        demand(emit.token == expected, f"index {emit.index} token {len(done)} is {emit.token}, not {expected}", rid)
+        demand(drawn.token == expected, f"index {drawn.index} token {len(done)} is {drawn.token}, not {expected}", rid)
         demand(
-            (rid, emit.index, position) in self.leases.drawn,
+            (rid, drawn.index, position) in self.leases.drawn,
             f"position {position} was drawn by no accepted result",
             rid,
         )
@@ -182,10 +182,10 @@ class Clients:
         if num_likely >= 0:
             chain = chain_of([*case.submit.prompt, *done])
             likely = tuple(logprobs_of(chain, expected, num_likely, self.scenario.vocab_size))
-            demand(tuple(emit.logprobs) == likely, f"log probabilities {emit.logprobs}, not {likely}", rid)
+            demand(tuple(drawn.logprobs) == likely, f"log probabilities {drawn.logprobs}, not {likely}", rid)
         else:
-            demand(emit.logprobs == (), "log probabilities that nobody asked for", rid)
-        done.append(emit.token)
+            demand(drawn.logprobs == (), "log probabilities that nobody asked for", rid)
+        done.append(drawn.token)
         self.last_progress_s = now
 
     def scored(self, scored: PromptScored, now: float) -> None:

@@ -182,7 +182,7 @@ class Cluster:
         record, now, has_ended = self.record, self.now, False
         for effect in effects:
             if isinstance(effect, Emit):
-                record.emitted_by((effect.request_id,), now)
+                record.emitted_by(effect.request_ids, now)
             elif isinstance(effect, Send):
                 self._send(effect)
             elif isinstance(effect, Finished | Beam):

@@ -108,7 +108,8 @@ class Judge:
         for effect in effects:
             match effect:
                 case Emit():
-                    self.clients.emitted(effect, now)
+                    for drawn in effect.each():
+                        self.clients.emitted(drawn, now)
                 case PromptScored():
                     self.clients.scored(effect, now)
                 case Finished():

@@ -116,9 +116,10 @@ class Metered:
                 self._work(self._worker, plan)
             case Started(request_id):
                 self.cases[request_id].started_s = self.now
-            case Emit(request_id, _, token):
-                self.cases[request_id].tokens.append(token)
-                self.cases[request_id].tokens_s.append(self.now)
+            case Emit():
+                for drawn in effect.each():
+                    self.cases[drawn.request_id].tokens.append(drawn.token)
+                    self.cases[drawn.request_id].tokens_s.append(self.now)
             case Finished(request_id):
                 self.cases[request_id].ended_s = self.now
             case Refused(request_id):

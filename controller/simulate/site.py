@@ -123,8 +123,10 @@ class Site(World):
     def fulfil(self, effect: Effect) -> None:
         super().fulfil(effect)
         match effect:
-            case Emit(request_id, index, token):
-                self._say(request_id, event_of([{"index": index, "text": f" {token}", "finish_reason": None}]))
+            case Emit():
+                for drawn in effect.each():
+                    choice = {"index": drawn.index, "text": f" {drawn.token}", "finish_reason": None}
+                    self._say(drawn.request_id, event_of([choice]))
             case Beam(request_id, index, tokens, reason=reason):
                 text = "".join(f" {token}" for token in tokens)
                 self._ended(request_id, index, [{"index": index, "text": text, "finish_reason": reason.value}])

@@ -256,12 +256,13 @@ class World:
         match effect:
             case Send(peer, message):
                 self._to_worker(peer, message)
-            case Emit(request_id, index):
-                self.seen["token"] += 1
-                self.num_emitted[request_id, index] += 1
-                for at_index, num_tokens in self.errands[request_id].stops:
-                    if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
-                        self.inbox.append(Stop(request_id, index))
+            case Emit():
+                for request_id, index in zip(effect.request_ids, effect.indices, strict=True):
+                    self.seen["token"] += 1
+                    self.num_emitted[request_id, index] += 1
+                    for at_index, num_tokens in self.errands[request_id].stops:
+                        if (at_index, num_tokens) == (index, self.num_emitted[request_id, index]):
+                            self.inbox.append(Stop(request_id, index))
             case PromptScored(ranks=ranks):
                 self.seen["prompt token scored"] += len(ranks)
             case Beam():
@@ -467,6 +468,8 @@ class World:
                 return frozenset()
             case Pinned(prefix_id) | NotPinned(prefix_id):
                 return frozenset({prefix_id})
+            case Emit(request_ids):
+                return frozenset(request_ids)
             case _:
                 return frozenset({effect.request_id})
 

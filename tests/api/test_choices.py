@@ -108,7 +108,7 @@ async def answer_of(logprobs: list[list[float]], keep: int) -> list[tuple[int, s
     for i, values in enumerate(logprobs):
         (token,) = ids_of(str(i))
         for value in values:
-            streams.perform(Emit(1, i, token, ((token, value),)), now=1.0)
+            streams.perform(Emit([1], [i], [token], {0: ((token, value),)}), now=1.0)
         streams.perform(Finished(1, i, FinishReason.LENGTH), now=1.0)
     return [(delta.index, delta.text) for delta in answer.best(await answer.whole())]
 

@@ -38,7 +38,7 @@ class Bench:
 
     def say(self, request_id: int, text: str, index: int = 0) -> None:
         for id in ids_of(text):
-            self.perform(Emit(request_id, index, id))
+            self.perform(Emit([request_id], [index], [id]))
         self.streams.turn_ended()
 
     def finish(self, request_id: int, reason: FinishReason, index: int = 0) -> None:
@@ -124,7 +124,7 @@ async def test_a_stop_string_in_the_last_letters() -> None:
     answer = await bench.ask(ask(["\ufffd"]))
     half = ids_of("\U0001f600")[:2]
     for id in (*ids_of("ab"), *half):
-        bench.perform(Emit(1, 0, id))
+        bench.perform(Emit([1], [0], [id]))
     bench.finish(1, LENGTH)
     assert await answer.deltas() == [Delta(0, "ab", [], STOP, stop="\ufffd")]
 
@@ -203,7 +203,7 @@ async def test_a_fault_in_one_text_fails_that_request_only() -> None:
     bench = Bench()
     first, second = await bench.ask(ask()), await bench.ask(ask())
     bench.say(1, "ab")
-    bench.perform(Emit(1, 0, -5))  # no id that any tokenizer takes
+    bench.perform(Emit([1], [0], [-5]))  # no id that any tokenizer takes
     bench.say(2, "fine")
     bench.finish(2, LENGTH)
     (broken,) = await first.whole()

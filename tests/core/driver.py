@@ -209,10 +209,11 @@ class Hand:
 
     def _record(self, effect: Effect) -> None:
         match effect:
-            case Emit(request_id=request, index=index, token=token):
-                self._expect_live(request, index)
-                assert request in self.log.started
-                self.log.tokens.setdefault((request, index), []).append(token)
+            case Emit():
+                for drawn in effect.each():
+                    self._expect_live(drawn.request_id, drawn.index)
+                    assert drawn.request_id in self.log.started
+                    self.log.tokens.setdefault((drawn.request_id, drawn.index), []).append(drawn.token)
             case Finished(request_id=request, index=index):
                 self._expect_live(request, index)
                 self.log.finished[request, index] = effect

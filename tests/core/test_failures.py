@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kilburn.controller.core.events import Arrived, Emit, Finished
+from kilburn.controller.core.events import Arrived, Drawn, Emit, Finished
 from kilburn.controller.core.sequence import State
 from kilburn.shared.messages import KvLost, RowLogprobs, StepFailed, StepResult
 from kilburn.shared.types import FinishReason, Tier
@@ -372,7 +372,7 @@ def test_log_probabilities_go_with_their_draws(n: int) -> None:
     hand.join()
     hand.submit((1, 2, 3), max_tokens=4)
     request = hand.submit((4, 5), max_tokens=4, n=n)
-    seen: list[Emit] = []
+    seen: list[Drawn] = []
     while hand.worker().plans:
         index_of = {hand.sequence(request, i).row: i for i in range(n if hand.group(request).has_forked else 1)}
         plan = hand.worker().plans[0]
@@ -384,10 +384,10 @@ def test_log_probabilities_go_with_their_draws(n: int) -> None:
                 ids = [i for token in drawn for i in (token, 7)]
                 entries.append(RowLogprobs(index, 2, tuple(ids), tuple(-0.25 * i for i in ids)))
         effects = hand.say(replace(result, logprobs=tuple(entries)))
-        seen += [effect for effect in effects if isinstance(effect, Emit)]
+        seen += [drawn for effect in effects if isinstance(effect, Emit) for drawn in effect.each()]
         if (request, n - 1) in hand.log.finished:
             break
-    for emit in seen:
-        expected = ((emit.token, -0.25 * emit.token), (7, -1.75)) if emit.request_id == request else ()
-        assert emit.logprobs == expected
-    assert sum(emit.request_id == request for emit in seen) == 4 * n
+    for drawn in seen:
+        expected = ((drawn.token, -0.25 * drawn.token), (7, -1.75)) if drawn.request_id == request else ()
+        assert drawn.logprobs == expected
+    assert sum(drawn.request_id == request for drawn in seen) == 4 * n

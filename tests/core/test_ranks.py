@@ -94,7 +94,7 @@ class Group:
         return Arrived(peer(rank), result if rank == 0 else StepDone(lease, step, step_digest(plan, result)))
 
     def tokens(self) -> list[int]:
-        return [effect.token for effect in self.said if isinstance(effect, Emit)]
+        return [token for effect in self.said if isinstance(effect, Emit) for token in effect.tokens]
 
 
 def test_the_lease_begins_with_the_last_rank_and_all_hear_the_same() -> None:

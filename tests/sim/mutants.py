@@ -58,8 +58,8 @@ MUTANTS = [
     one(
         "no copy-on-write",
         "scheduler.py",
-        "if not is_full and self.pool.is_writable(table.blocks[at]):",
-        "if not is_full:",
+        "if self.pool.is_writable(table.blocks[at]):",
+        "if True:",
     ),
     one(
         "writable means no name only",
@@ -170,7 +170,37 @@ MUTANTS = [
         ),
     ),
     # --- lives
-    one("the epoch is ignored", "commit.py", "if sequence.epoch != epoch:", "if False:"),
+    one("the epoch is ignored", "commit.py", "if sequence.epoch != flight.epochs[i]:", "if False:"),
+    one(
+        "a steady row goes on in another life",
+        "commit.py",
+        "if sequence.epoch != epoch:",
+        "if False:",
+    ),
+    one(
+        "a steady row is planned past its blocks",
+        "scheduler.py",
+        "if sequence.is_steady and planned < sequence.capacity and planned < sequence.plan_end:",
+        "if sequence.is_steady and planned < sequence.plan_end:",
+    ),
+    one(
+        "a steady row is planned past its limit",
+        "scheduler.py",
+        "if sequence.is_steady and planned < sequence.capacity and planned < sequence.plan_end:",
+        "if sequence.is_steady and planned < sequence.capacity:",
+    ),
+    one(
+        "a steady row never ends",
+        "commit.py",
+        "if computed >= sequence.limit or token in sequence.stop_ids:",
+        "if False:",
+    ),
+    one(
+        "tokens of other rows",
+        "commit.py",
+        "self._go_on(flight, start, tokens[at:], said, effects)",
+        "self._go_on(flight, start, tokens[at:][::-1], said, effects)",
+    ),
     one(
         "a sequence that begins anew still goes on token by token",
         "sequence.py",
@@ -230,7 +260,19 @@ MUTANTS = [
         "num_prompt=len(sequence.tokens),",
     ),
     one("history is left out", "step.py", "tuple(sequence.tokens[:start]) if sampling.needs_history else ()", "()"),
+    one(
+        "who came is not planned for",
+        "lineup.py",
+        "key=lambda g: g.place)\n        self.regrouped()",
+        "key=lambda g: g.place)",
+    ),
     # --- forks
+    one(
+        "who was forked off is not planned for",
+        "commit.py",
+        "            self._line.regrouped()\n            for i",
+        "            for i",
+    ),
     one("planned past the fork", "sequence.py", "min(sequence.limit, sequence.num_prompt)", "sequence.limit"),
     one(
         "a fork without Admit of the parent",
@@ -638,8 +680,8 @@ MUTANTS = [
     one(
         "a suspect has company",
         "scheduler.py",
-        "            if self.probe is not None and group is not self.probe:",
-        "            if False:",
+        "for sequence in self.line.sequences if self.probe is None else list(self.probe.live):",
+        "for sequence in self.line.sequences:",
     ),
     one(
         "a poisonous request is tried again and again",

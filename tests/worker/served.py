@@ -91,11 +91,12 @@ class Answering:
                 match effect:
                     case Send(peer, message) if peer == first:
                         more += self._told(message, plans, asked)
-                    case Emit(request_id, index, token, logprobs):
-                        answer = found.setdefault((request_id, index), Answer())
-                        assert not answer.reason, "a token after the end"
-                        answer.tokens.append(token)
-                        answer.logprobs.append(logprobs)
+                    case Emit():
+                        for drawn in effect.each():
+                            answer = found.setdefault((drawn.request_id, drawn.index), Answer())
+                            assert not answer.reason, "a token after the end"
+                            answer.tokens.append(drawn.token)
+                            answer.logprobs.append(drawn.logprobs)
                     case Finished(request_id, index, reason):
                         found.setdefault((request_id, index), Answer()).reason = reason.value
                     case Beam(request_id, index, tokens, _, score, reason):
