@@ -32,6 +32,13 @@ LOADS_18 = ((SHAREGPT, 3.0, 10), (ALPACA, 40.0, 2))  # (lengths, requests a seco
 RATE_19 = 4.0
 
 
+def near_best(rows: list[list[str]], column: int, name: str) -> str:
+    """The sizes whose number in a column is within a tenth of the least, in words."""
+    numbers = {row[0]: float(row[column]) for row in rows}
+    near = [size for size, number in numbers.items() if number <= 1.1 * min(numbers.values())]
+    return f"with {name}, {', '.join(near)}"
+
+
 def figure_18(data: Data, tell: Tell) -> Figure:
     kernel = Panel("decode attention on this CPU", "block size", "times a plain read", kind="log x")
     costs = attention_by_block(BLOCK_SIZES, rounds=max(int(15 * data.share), 3))
@@ -60,12 +67,14 @@ def figure_18(data: Data, tell: Tell) -> Figure:
         rows.append([f"{size}", f"{costs[size]:.2f}", *latencies[:2], wastes[0], *latencies[2:], wastes[1]])
     each = ["ms/token", "read as here", "waste %"]
     heads = ["block size", "attention / read", *(f"{short(n)}: {w}" for n, _, _ in LOADS_18 for w in each)]
+    lines = [(3 * i + j, f"{short(LOADS_18[i][0])}{way}") for i in (0, 1) for j, way in ((0, ""), (1, " read as here"))]
     notes = [
         "The paper: 16 to 128 are best with ShareGPT, 16 and 32 with Alpaca; small blocks are read worse by its "
         "kernel, large ones waste memory and share less. A block of ours is contiguous whatever its size, and the "
         "roofline has no price for small ones: the first line is what the pool alone does. The second takes from the "
         "device's bandwidth what this CPU's kernel loses at each size (first panel). What a GPU's loses is "
         "`block_sizes` of bench/gpu_check.py, which `kilburn simulate --measured` takes into account.",
+        "Within a tenth of the best are here, " + "; ".join(near_best(rows, 2 + i, name) for i, name in lines) + ".",
     ]
     setup = f"OPT-13B, 15.7k slots, paged; attention of {NUM_SEQS} sequences of {CONTEXT:,} tokens on this CPU"
     return Figure("figure-18", "Block size (Figure 18)", setup, heads, rows, panels, notes, f"{SHAREGPT}, {ALPACA}")
@@ -93,8 +102,8 @@ def figure_19(data: Data, tell: Tell) -> Figure:
     for i, size in enumerate(BLOCK_SIZES):
         some = [found[number * len(BLOCK_SIZES) + i] for number in range(len(WAYS))]
         swap_s, again_s = one_preemption(size, num_tokens)
-        alone.add("swap, out and in", size, 1e3 * swap_s)
         alone.add("recompute", size, 1e3 * again_s)
+        alone.add("swap, out and in", size, 1e3 * swap_s)
         for way, one in zip(WAYS, some, strict=True):
             whole.add(way.value, size, one.normalized_s["mean"])
         rows.append([f"{size}", f"{1e3 * swap_s:.1f}", f"{1e3 * again_s:.1f}",
@@ -108,6 +117,8 @@ def figure_19(data: Data, tell: Tell) -> Figure:
         "recomputing does not depend on the block; from 16 to 64 both come to the same. A block of ours is one copy, "
         f"whatever its size, charged with {1e6 * REACH.move_s:g} us beside its bytes: swapping suffers only at the "
         "smallest sizes. Large blocks cost by the memory that they waste, in whatever way others leave.",
+        "Swapping one takes half of recomputing it, and whole runs differ by less: a request is preempted about once, "
+        "for some tens of ms, and waits for memory for many seconds.",
     ]
     setup = f"OPT-13B, 15.7k slots, a host pool as large as the device's, PCIe 4 at 80 %, {seconds:.0f} s"
     return Figure("figure-19", "Recompute against swap (Figure 19)", setup, heads, rows, [alone, whole], notes,

@@ -152,6 +152,15 @@ def setup_of(
     return replace(made, **changed)
 
 
+SLOWER_S = 10e-3  # a step of the variant that `slower` makes, beside what it computes
+
+
+def slower(model: str, policy: str = "paged", decoding: Decoding = PLAIN) -> Setup:
+    """With steps as a system of 2023 may have had them: not what we claim, but what explains some of the paper's."""
+    setup = setup_of(model, policy, decoding=decoding, reach=replace(REACH, step_s=REACH.step_s + SLOWER_S))
+    return replace(setup, machine=Apart(setup.machine))
+
+
 MODEL, GPU = "llama-3.1-8b", "h100-80gb"
 MODEL_OF_TODAY = "Llama-3.1-8B on one H100-80GB"
 

@@ -7,24 +7,22 @@ is another, a variant of the run shows what makes the difference.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from bench.paper_data import (
     ALPACA,
     ORCAS,
     POLICIES,
-    REACH,
     SHAREGPT,
+    SLOWER_S,
     TABLE_1,
-    Apart,
     Data,
     outcomes,
     poisson_run,
     setup_of,
+    slower,
 )
 from bench.paper_lengths import mean_filled, told
 from bench.paper_shape import LATENCY, MINUTE_S, SUSTAINED_S, Figure, Panel, Tell, differs, factor, short, swept
-from kilburn.controller.simulate.sizing import Setup
 
 KINDS = ("used", "reserved", "internal", "external")
 PAPER_USED = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, "paged": 96.3}
@@ -33,13 +31,6 @@ PAPER_ROWS = {
     ALPACA: {"orca-max": 7.0, "orca-pow2": 43.2, "orca-oracle": 72.8, "paged": 132.4},
 }
 CHAT_TOKENS = 1024  # of a prompt, at most, and of an answer
-SLOWER_S = 10e-3  # a step of the variant of Figures 12 and 13, beside what it computes
-
-
-def slower(policy: str) -> Setup:
-    """OPT-13B with steps as a system of 2023 may have had them: not what we claim, but what explains the paper's."""
-    setup = setup_of("opt-13b", policy, reach=replace(REACH, step_s=REACH.step_s + SLOWER_S))
-    return replace(setup, machine=Apart(setup.machine))
 
 
 def figure_2(data: Data, tell: Tell) -> Figure:
@@ -80,7 +71,7 @@ def figure_13(data: Data, tell: Tell) -> Figure:
         lengths, seconds = data.lengths(name), (15 if name == SHAREGPT else 3) * MINUTE_S * data.share
         papers = PAPER_ROWS[name]
         runs = [poisson_run(setup_of("opt-13b", policy), lengths, rate, seconds, is_cut=True) for policy in papers]
-        runs += [poisson_run(slower(policy), lengths, rate, seconds, is_cut=True) for policy in papers]
+        runs += [poisson_run(slower("opt-13b", policy), lengths, rate, seconds, is_cut=True) for policy in papers]
         found = [one.mean_rows for one in outcomes(data, runs, tell)]
         panel = Panel(f"{short(name)}, {rate:g} requests/s", "", "requests in a step", kind="groups")
         for (policy, paper), mean, late in zip(papers.items(), found, found[len(papers) :], strict=False):
@@ -124,7 +115,7 @@ PAPER_12 = {  # paged over each, as the paper's text has it: for ShareGPT the ra
 def figure_12(data: Data, tell: Tell) -> Figure:
     rows, panels = [], []
     made = [(f"{model.upper()}, {short(name)}", model, name, setup_of) for model, name in FIGURE_12]
-    made.append(("OPT-13B, ShareGPT, slower steps", "opt-13b", SHAREGPT, lambda _, policy: slower(policy)))
+    made.append(("OPT-13B, ShareGPT, slower steps", "opt-13b", SHAREGPT, slower))
     for title, model, name, setup_for in made:
         seconds, rates = (15 if name == SHAREGPT else 3) * MINUTE_S * data.share, FIGURE_12[model, name]
         panel = Panel(title, "requests/s", LATENCY)

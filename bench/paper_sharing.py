@@ -2,7 +2,19 @@
 
 from collections.abc import Callable
 
-from bench.paper_data import ALPACA, ORCAS, PAIRS, POLICIES, SENTENCES, SHAREGPT, Data, outcomes, poisson_run, setup_of
+from bench.paper_data import (
+    ALPACA,
+    ORCAS,
+    PAIRS,
+    POLICIES,
+    SENTENCES,
+    SHAREGPT,
+    Data,
+    outcomes,
+    poisson_run,
+    setup_of,
+    slower,
+)
 from bench.paper_lengths import mean_lengths, told
 from bench.paper_shape import LATENCY, MINUTE_S, SUSTAINED_S, Figure, Panel, Tell, differs, factor, short, swept
 from kilburn.controller.simulate.demand import Decoding
@@ -27,23 +39,25 @@ FIGURE_16 = {  # examples: (tokens of the prefix, rates, the paper's factor)
     1: (80, (5.0, 10.0, 20.0, 30.0, 35.0, 40.0, 50.0, 60.0, 70.0, 80.0, 100.0, 120.0), 1.67),
     5: (341, (2.5, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0), 3.58),
 }
+STEPS = (("", setup_of), (", slower steps", slower))  # the second where the paper has a number
 
 
 def figure_14(data: Data, tell: Tell) -> Figure:
     rows, panels, seconds = [], [], 2 * MINUTE_S * data.share
     lengths = data.lengths(ALPACA)
-    for (kind, width), rates in FIGURE_14.items():
-        decoding = Decoding(n=width, beams=kind == "beams")
-        panel = Panel(f"{kind}, {width}", "requests/s", LATENCY)
+    every = [(*key, *way) for key in FIGURE_14 for way in (STEPS if key in PAPER_14 else STEPS[:1])]
+    for kind, width, steps, setup_for in every:
+        decoding, paper = Decoding(n=width, beams=kind == "beams"), PAPER_14.get((kind, width))
+        panel = Panel(f"{kind}, {width}{steps}", "requests/s", LATENCY)
         made = {
-            POLICIES[policy]: (setup_of("opt-13b", policy, decoding=decoding), lengths) for policy in ("paged", *ORCAS)
+            POLICIES[policy]: (setup_for("opt-13b", policy, decoding=decoding), lengths) for policy in ("paged", *ORCAS)
         }
-        kept = swept(data, tell, panel, made, rates, seconds)
+        kept = swept(data, tell, panel, made, FIGURE_14[kind, width], seconds)
         panels.append(panel)
-        best, paper = kept[POLICIES["paged"]], PAPER_14.get((kind, width))
+        best = kept[POLICIES["paged"]]
         factors = [factor(best, kept[POLICIES[policy]]) for policy in ORCAS]
         beside = [f"{paper}", differs(best / kept[POLICIES["orca-oracle"]], paper)] if paper else ["", ""]
-        rows.append([kind, str(width), f"{best:.1f}", *factors, *beside])
+        rows.append([f"{kind}{steps}", str(width), f"{best:.1f}", *factors, *beside])
     heads = ["decoding", "width", f"paged, requests/s at {SUSTAINED_S} s/token"]
     heads += [f"x {POLICIES[policy]}" for policy in ORCAS] + ["paper: x Oracle", "off"]
     notes = [
@@ -92,19 +106,21 @@ def figure_15(data: Data, tell: Tell) -> Figure:
 def figure_16(data: Data, tell: Tell) -> Figure:
     rows, panels, seconds = [], [], 4 * MINUTE_S * data.share
     lengths = data.translations()
-    for num_examples, (num_common, rates, paper) in FIGURE_16.items():
+    every = [(examples, steps, setup_for) for examples in FIGURE_16 for steps, setup_for in STEPS]
+    for num_examples, steps, setup_for in every:
+        num_common, rates, paper = FIGURE_16[num_examples]
         shared, alone = Decoding(num_common=num_common), Decoding(num_common=num_common, shares=False)
-        panel = Panel(f"{num_examples}-shot, {num_common} tokens", "requests/s", LATENCY)
+        panel = Panel(f"{num_examples}-shot, {num_common} tokens{steps}", "requests/s", LATENCY)
         made = {
-            "Kilburn, prefix shared": (setup_of("llama-2-13b", decoding=shared), lengths),
-            "Kilburn, nothing shared": (setup_of("llama-2-13b", decoding=alone), lengths),
-            POLICIES["orca-oracle"]: (setup_of("llama-2-13b", "orca-oracle", decoding=alone), lengths),
+            "Kilburn, prefix shared": (setup_for("llama-2-13b", decoding=shared), lengths),
+            "Kilburn, nothing shared": (setup_for("llama-2-13b", decoding=alone), lengths),
+            POLICIES["orca-oracle"]: (setup_for("llama-2-13b", "orca-oracle", decoding=alone), lengths),
         }
         kept = swept(data, tell, panel, made, rates, seconds)
         panels.append(panel)
         times = kept["Kilburn, prefix shared"] / kept[POLICIES["orca-oracle"]]
         rates_kept = [f"{'>= ' if kept[name] == rates[-1] else ''}{kept[name]:.1f}" for name in made]
-        rows.append([f"{num_examples}", *rates_kept, f"{times:.2f}", f"{paper}", differs(times, paper)])
+        rows.append([f"{num_examples}{steps}", *rates_kept, f"{times:.2f}", f"{paper}", differs(times, paper)])
     heads = ["examples", "shared, requests/s", "not shared", "Orca (Oracle)", "factor", "paper", "off"]
     prompt, output = mean_lengths(lengths)
     notes = [

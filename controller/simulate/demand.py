@@ -6,6 +6,7 @@ of its token, and answers of the one that the worker draws, so that what was gen
 times is a distribution to draw from; one with times is replayed, faster or slower.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
@@ -110,21 +111,28 @@ def _prompt(asked: Asked, number: int) -> list[int]:
     return (prompt + [own] * max(asked.num_prompt - len(prompt), 0))[: asked.num_prompt]
 
 
-def best_hit_share(asked: Sequence[Asked], block_size: int, decoding: Decoding = PLAIN) -> float:
+def best_hit_share(asked: Iterable[Asked], block_size: int, decoding: Decoding = PLAIN, num_blocks: int = 0) -> float:
     """Of the prompt tokens, those that a cache without end would have found: full blocks that an earlier request had.
 
     As the engine counts: whole blocks, never the newest token. Every request, its answer included, is known as soon as
-    it has come.
+    it has come. With `num_blocks` a cache of so many, which are those that were in use last: what a pool of that size
+    would find if it held nothing but cache, and requests came one after the other.
     """
-    known, num_hit, total = set[int](), 0, 0
+    known, num_hit, total = OrderedDict[int, None](), 0, 0
     for timed in submits(asked, decoding):
-        prompt, chain, is_hit = timed.submit.prompt, 0, True
+        prompt, names = timed.submit.prompt, list[int]()
         total += len(prompt)
         # Of the last token drawn there is no KV.
         said = [*prompt, *[TOKEN] * (timed.submit.max_tokens - 1)]
         for end in range(block_size, len(said) + 1, block_size):
-            chain = hash((chain, tuple(said[end - block_size : end])))
-            is_hit = is_hit and chain in known and end < len(prompt)
-            num_hit += block_size * is_hit
-            known.add(chain)
+            names.append(hash((names[-1] if names else 0, tuple(said[end - block_size : end]))))
+        for name in names[: (len(prompt) - 1) // block_size]:
+            if name not in known:
+                break
+            num_hit += block_size
+        for name in reversed(names):  # beginnings last: they outlive what extends them
+            known[name] = None
+            known.move_to_end(name)
+        while num_blocks and len(known) > num_blocks:
+            known.popitem(last=False)
     return num_hit / max(total, 1)
