@@ -37,7 +37,7 @@ from kilburn.controller.simulate.devices import DEVICES, Reach
 from kilburn.controller.simulate.traces import TraceError
 
 # Of the document: the paper's, the real system, recorded traffic, what the paper left open.
-ORDER = ("2", "12", "13", "14", "15", "16", "17", "18", "19", "real", "calibration")
+ORDER = ("2", "12", "13", "14", "beams", "15", "16", "rows", "17", "18", "19", "real", "calibration")
 ORDER += ("azure", "prefixes", "tier", "blocks", "links", "fair")
 ROOT = Path(__file__).parents[1]
 HEAD = """# The evidence

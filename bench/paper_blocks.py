@@ -25,7 +25,6 @@ from kilburn.controller.core.policy import Preemption
 from kilburn.controller.simulate.devices import DEVICES, Reach
 from kilburn.controller.simulate.roofline import Load
 from kilburn.controller.simulate.sizing import Run
-from kilburn.controller.simulate.traces import Asked
 
 WAYS = (Preemption.RECOMPUTE, Preemption.SWAP, Preemption.AUTO)
 LOADS_18 = ((SHAREGPT, 3.0, 10), (ALPACA, 40.0, 2))  # (lengths, requests a second, minutes)
@@ -127,12 +126,12 @@ def figure_19(data: Data, tell: Tell) -> Figure:
 
 def figure_blocks(data: Data, tell: Tell) -> Figure:
     """Every block size for every kind of load, and the one that `kilburn tune block-size` would name."""
-    loads: dict[str, list[Asked]] = {name: replay(data, file, 2.0, 5) for name, file in AZURE.items()}
+    loads = {name: (replay(data, file, 4.0, 5, max_len=8192), 40_000, 8192) for name, file in AZURE.items()}
     for name, file in MOONCAKE.items():
-        loads[name] = replay(data, file, 0.25, 12, max_len=98_304)
+        loads[name] = (replay(data, file, 0.25, 12, max_len=98_304), 100_000, 98_304)
     panel, rows = Panel("", "block size", "mean normalized latency, over the best", kind="log x"), []
-    for name, asked in loads.items():
-        runs = [Run(served(size, 150_000, max_len=98_304), asked) for size in BLOCK_SIZES]
+    for name, (asked, num_slots, max_len) in loads.items():
+        runs = [Run(served(size, num_slots, max_len=max_len), asked) for size in BLOCK_SIZES]
         found = outcomes(data, runs, tell)
         best = min(one.normalized_s["mean"] for one in found)
         for size, one in zip(BLOCK_SIZES, found, strict=True):
@@ -145,7 +144,9 @@ def figure_blocks(data: Data, tell: Tell) -> Figure:
         "blocks cost a device's kernels is not in the roofline; a report of bench/gpu_check.py brings it in "
         "(`--measured`).",
     ]
-    setup = f"{MODEL_OF_TODAY}, 150k slots; Azure at twice its pace, Mooncake at a quarter"
+    setup = (
+        f"{MODEL_OF_TODAY}, pools that are short: Azure at 4 x its pace with 40k slots, Mooncake at a quarter with 100k"
+    )
     return Figure("figure-blocks", "Block size by workload", setup, heads, rows, [panel], notes,
                   ", ".join([*AZURE.values(), *MOONCAKE.values()]))  # fmt: skip
 

@@ -31,6 +31,7 @@ PAPER_ROWS = {
     ALPACA: {"orca-max": 7.0, "orca-pow2": 43.2, "orca-oracle": 72.8, "paged": 132.4},
 }
 CHAT_TOKENS = 1024  # of a prompt, at most, and of an answer
+LONGER = 5  # of Figure 17, the run that shows what the length of a run does
 
 
 def figure_2(data: Data, tell: Tell) -> Figure:
@@ -149,10 +150,15 @@ def figure_17(data: Data, tell: Tell) -> Figure:
     every, seconds = data.chats(), 15 * MINUTE_S * data.share
     whole = [one for one in every if one.num_prompt == CHAT_TOKENS]
     rows, panels = [], []
-    for title, lengths in (("all requests", every), (f"those with prompts of {CHAT_TOKENS:,}", whole)):
+    loads = [
+        ("all requests", every, seconds, ("paged", *ORCAS)),
+        (f"prompts of {CHAT_TOKENS:,}", whole, seconds, ("paged", *ORCAS)),
+        (f"prompts of {CHAT_TOKENS:,}, for {LONGER} x as long", whole, LONGER * seconds, ("paged", "orca-oracle")),
+    ]
+    for title, lengths, run_s, policies in loads:
         panel = Panel(title, "requests/s", LATENCY)
-        made = {POLICIES[policy]: (setup_of("opt-13b", policy), lengths) for policy in ("paged", *ORCAS)}
-        kept = swept(data, tell, panel, made, (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5), seconds)
+        made = {POLICIES[policy]: (setup_of("opt-13b", policy), lengths) for policy in policies}
+        kept = swept(data, tell, panel, made, (0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5), run_s)
         panels.append(panel)
         best = kept[POLICIES["paged"]]
         for name, rate in kept.items():
@@ -165,7 +171,9 @@ def figure_17(data: Data, tell: Tell) -> Figure:
         "in the paper.",
         "In the paper the three baselines are alike, since most prompts are cut to 1,024 tokens and the buddy "
         f"allocator keeps 2,048 for each. Of our sample's {len(every):,} requests "
-        f"{100 * len(whole) / len(every):.0f} % have such a prompt; the second panel is of these alone.",
+        f"{100 * len(whole) / len(every):.0f} % have such a prompt; the second panel is of these alone. In the third "
+        "they come for longer: answers take minutes, and a run that ends before queues have grown flatters whoever has "
+        "less room.",
     ]
     return Figure("figure-17", "Chat (Figure 17)", f"OPT-13B, 15.7k slots, {seconds:.0f} s", heads, rows, panels,
                   notes, SHAREGPT)  # fmt: skip

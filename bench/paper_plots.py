@@ -11,6 +11,7 @@ MARKS = "osD^vP*X"
 PARTS = ("#2b6cb0", "#90cdf4", "#f6ad55", "#e2e8f0", "#a0aec0", "#d53f8c", "#805ad5")
 ACROSS = 3
 MOST_UPRIGHT = 6  # bars with names
+FEW = 4  # places on an axis, each of which has its number
 STYLE = {
     "svg.hashsalt": "kilburn",  # the same drawing is the same file
     "svg.fonttype": "none",
@@ -67,8 +68,10 @@ def _lines(axes: Any, panel: dict[str, Any]) -> None:
     for at, (name, (xs, ys)) in enumerate(panel["lines"].items()):
         way = {"color": COLOURS[at % len(COLOURS)], "marker": MARKS[at % len(MARKS)], "label": name}
         axes.plot(xs, ys, markersize=4, linewidth=1.5, clip_on=True, **way)
+    every = sorted({x for xs, _ in panel["lines"].values() for x in xs})
+    if len(every) <= FEW:
+        axes.set_xticks(every, [f"{x:g}" for x in every])
     if panel["kind"] == "log x":
-        every = sorted({x for xs, _ in panel["lines"].values() for x in xs})
         axes.set_xscale("log", base=2)
         axes.set_xticks(every, [f"{x:g}" for x in every])
         axes.minorticks_off()

@@ -174,6 +174,11 @@ def figure_tier(data: Data, tell: Tell) -> Figure:
         *told_of(data, loads),
         "Found is of all prompt tokens, at the first start of their request; what was on the host comes over the link "
         "before the request computes the rest. A cache alone is that of the figure before, as large as both pools.",
+        "More than a cache alone: a host pool that is full takes only blocks that were shared before, so that prompts "
+        "which pass once push out nothing. Less: what a device block held that is taken for one that comes back is "
+        "dropped.",
+        "Over 4 GB/s a token's KV comes more slowly than it is computed (128 KiB, so 24,000 tokens a second), and "
+        "blocks that leave take their time as well: there the tier costs more than it finds, and is better left out.",
     ]
     return Figure("figure-tier", "A second tier of the cache against none", MODEL_OF_TODAY, heads, rows, panels, notes,
                   ", ".join([*MOONCAKE.values(), SHAREGPT]))  # fmt: skip
