@@ -21,13 +21,13 @@ HEADS = ("rate", "groups", "block", "policy", "requests", "first s", "", "gap ms
 
 def run_simulate(settings: SimulateSettings) -> int:
     """Raises SettingsError, ModelRefused."""
-    begun = perf_counter()
+    begun, begun_cpu_s = perf_counter(), _cpu_s()
     results = _simulated(settings)
     if settings.json:
         print(json.dumps(as_json(settings, cluster_of(settings), results), indent=2))
     else:
         _show(settings, results)
-        _show_pace(results, perf_counter() - begun)
+        _show_pace(results, perf_counter() - begun, _cpu_s() - begun_cpu_s)
     return 0
 
 
@@ -82,15 +82,19 @@ def _show(settings: SimulateSettings, results: list[Result]) -> None:
         console.print(f"{num_cut} requests were longer than {setup.max_len} tokens and were cut")
 
 
-def _show_pace(results: list[Result], seconds: float) -> None:
+def _show_pace(results: list[Result], seconds: float, cpu_s: float) -> None:
     """What simulating cost. A sequence that goes on by a token, or by a chunk of its prompt, is one sequence-step."""
     num_steps = sum(result.outcome.num_sequence_steps for result in results)
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
     Console(width=160).print(
         f"simulated in {seconds:.1f} s, of CPU {cpu_s:.1f}: {num_steps:,} sequence-steps, "
         f"{num_steps / seconds:,.0f}/s, {num_steps / cpu_s:,.0f} a second of CPU"
     )
+
+
+def _cpu_s() -> float:
+    """Of this process, and of those that it has seen end."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _row(result: Result, is_priced: bool) -> list[str]:
