@@ -1,5 +1,8 @@
 """The roster, watched: each member is asked for its /ready every PROBE_S; what a lost one works on is broken off.
 
+A member that answers slowly, or not at all, holds up no other's probes: or a sound one, asked as seldom, would be lost
+by a single probe that went astray.
+
 What this file does not know: who is on the roster and why, what is asked of whom (roster.py).
 """
 
@@ -12,6 +15,7 @@ import aiohttp
 from kilburn.controller.gateway.roster import Member, Roster
 
 PROBE_S = 1.0
+PATIENCE_S = 2.0  # for the answer to one
 
 
 class Lost(Exception):
@@ -29,6 +33,7 @@ class Fleet(Roster):
         super().__init__(addresses, lost_s, _now())
         self._probe = probe
         self._tasks: list[asyncio.Task[None]] = []
+        self._asked: set[str] = set()  # whose answers are awaited
 
     @asynccontextmanager
     async def working(self, member: Member) -> AsyncIterator[None]:
@@ -52,15 +57,21 @@ class Fleet(Roster):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _watch(self) -> None:
-        while True:
-            await asyncio.gather(*(self._look(member) for member in self.members))
-            await asyncio.sleep(PROBE_S)
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                for member in self.members:
+                    if member.address not in self._asked:
+                        looks.create_task(self._look(member))
+                await asyncio.sleep(PROBE_S)
 
     async def _look(self, member: Member) -> None:
+        self._asked.add(member.address)
         try:
-            async with asyncio.timeout(min(self.lost_s, 2 * PROBE_S)):
+            async with asyncio.timeout(min(self.lost_s, PATIENCE_S)):
                 is_ready = await self._probe(member.address)
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError; what answers may be anything
             self.unanswered(member, _now())
         else:
             self.answered(member, is_ready, _now())
+        finally:
+            self._asked.discard(member.address)

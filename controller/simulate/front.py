@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kilburn.controller.gateway.app import CONNECT_S
 from kilburn.controller.gateway.events import EventCutter
-from kilburn.controller.gateway.fleet import PROBE_S
+from kilburn.controller.gateway.fleet import PATIENCE_S, PROBE_S
 from kilburn.controller.gateway.passage import Passage
 from kilburn.controller.gateway.prompts import Prompt, named_blocks, note_found
 from kilburn.controller.gateway.roster import Member, Roster
@@ -83,7 +83,7 @@ class Front:
     def _probe(self, member: Member) -> None:
         network = self.network
         machine, site = network.site_at(member.address)
-        patience_s = min(self.roster.lost_s, 2 * PROBE_S)
+        patience_s = min(self.roster.lost_s, PATIENCE_S)
         there = f"site{machine}"
         at_s = network.arrival_s(self.name, there)
         if machine in network.silent or at_s - network.now > patience_s:

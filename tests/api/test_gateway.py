@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kilburn.controller.gateway import fleet as fleets
 from kilburn.controller.gateway import prompts
 from kilburn.controller.gateway.app import RunningGateway, running_gateway
 from kilburn.controller.gateway.events import EventCutter, is_for_another, is_opening
@@ -408,6 +409,28 @@ async def test_what_goes_on_with_a_lost_member_is_broken_off_once() -> None:
     with pytest.raises(Lost):
         await working
     assert (member.state, member.num_lost, member.under_way) == (State.LOST, 1, {})
+
+
+async def test_who_answers_no_probe_holds_up_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "PROBE_S", 0.005)
+    monkeypatch.setattr(fleets, "PATIENCE_S", 60.0)
+    asked: list[str] = []
+
+    async def probe(address: str) -> bool:
+        asked.append(address)
+        if address == "http://mute":
+            await asyncio.Event().wait()
+        return True
+
+    fleet = Fleet(["http://mute", "http://sound"], 60.0, probe)
+    fleet.start()
+    await until(lambda: asked.count("http://sound") >= 3)
+    await fleet.close()
+    assert asked.count("http://mute") == 1, "and it is asked again once it has answered, or was given up"
+    assert {member.address: member.state for member in fleet.members} == {
+        "http://mute": State.UNREADY,
+        "http://sound": State.READY,
+    }
 
 
 def test_events_are_cut_whole_and_openings_known() -> None:

@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,21 @@ async def until(path: Path) -> None:
         await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def supervised(program: str, up: Path, grace_s: float = 10.0) -> AsyncIterator[tuple[World, int]]:
+    """A world whose program is up (it touches that file), and its pid. At the end it is stopped."""
+    world = World(program, str(up))
+    running = asyncio.create_task(world.supervisor.run())
+    await until(up)
+    up.unlink()
+    assert world.supervisor.pid is not None
+    try:
+        yield world, world.supervisor.pid
+    finally:
+        await world.supervisor.stop(grace_s)
+        await running
+
+
 def test_pauses_grow_with_short_lives_and_a_long_life_is_forgiven_everything() -> None:
     patience = Patience(short_s=30, max_short_lives=4, first_pause_s=0.1, longest_pause_s=5)
     assert [patience.pause_after(1) for _ in range(3)] == pytest.approx([0.1, 0.4, 1.6])
@@ -60,21 +76,14 @@ def test_ends_are_told_in_words() -> None:
 
 def test_a_process_that_is_killed_is_started_again_and_the_end_is_told(tmp_path: Path) -> None:
     async def play() -> None:
-        world = World(FOREVER, str(tmp_path / "up"))
-        running = asyncio.create_task(world.supervisor.run())
-        await until(tmp_path / "up")
-        (tmp_path / "up").unlink()
-        first = world.supervisor.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(tmp_path / "up")
-        second = world.supervisor.pid
-        assert second is not None
-        assert second != first
-        assert world.ended == [(first, "its process was killed by SIGKILL (out of memory?)")]
-        assert f"pid {first}" in world.said[0]
-        await world.supervisor.stop(grace_s=10)
-        await running
+        async with supervised(FOREVER, tmp_path / "up") as (world, first):
+            os.kill(first, signal.SIGKILL)
+            await until(tmp_path / "up")
+            second = world.supervisor.pid
+            assert second is not None
+            assert second != first
+            assert world.ended == [(first, "its process was killed by SIGKILL (out of memory?)")]
+            assert f"pid {first}" in world.said[0]
         assert not is_alive(second)
         assert len(world.ended) == 1  # an end that was asked for is no news
 
@@ -83,13 +92,8 @@ def test_a_process_that_is_killed_is_started_again_and_the_end_is_told(tmp_path:
 
 def test_a_process_that_does_not_leave_is_killed(tmp_path: Path) -> None:
     async def play() -> None:
-        world = World(DEAF, str(tmp_path / "up"))
-        running = asyncio.create_task(world.supervisor.run())
-        await until(tmp_path / "up")
-        pid = world.supervisor.pid
-        assert pid is not None
-        await world.supervisor.stop(grace_s=0.1)
-        await running
+        async with supervised(DEAF, tmp_path / "up", grace_s=0.1) as (world, pid):
+            pass
         assert not is_alive(pid)
         assert "did not leave" in world.said[-1]
 
@@ -98,18 +102,11 @@ def test_a_process_that_does_not_leave_is_killed(tmp_path: Path) -> None:
 
 def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -> None:
     async def play() -> None:
-        world = World(FOREVER, str(tmp_path / "up"))
-        running = asyncio.create_task(world.supervisor.run())
-        await until(tmp_path / "up")
-        (tmp_path / "up").unlink()
-        first = world.supervisor.pid
-        assert first is not None
-        os.kill(first, signal.SIGSTOP)
-        world.supervisor.kill("was silent")
-        await until(tmp_path / "up")
-        assert world.ended == [(first, "its process was silent, and was killed")]
-        await world.supervisor.stop(grace_s=10)
-        await running
+        async with supervised(FOREVER, tmp_path / "up") as (world, first):
+            os.kill(first, signal.SIGSTOP)
+            world.supervisor.kill("was silent")
+            await until(tmp_path / "up")
+            assert world.ended == [(first, "its process was silent, and was killed")]
 
     asyncio.run(play())
 
