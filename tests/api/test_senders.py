@@ -110,8 +110,10 @@ async def test_it_is_told_in_its_own_shape_counted_and_disconnected(
 
 
 @contextlib.asynccontextmanager
-async def listening(senders: Senders) -> AsyncIterator[tuple[str, web.AppRunner]]:
-    """A server that says how many bytes it was sent."""
+async def connected(
+    senders: Senders,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, web.AppRunner]]:
+    """To a server that says how many bytes it was sent."""
 
     async def say(request: web.Request) -> web.Response:
         return web.Response(text=f"{len(await request.read())} bytes")
@@ -122,7 +124,10 @@ async def listening(senders: Senders) -> AsyncIterator[tuple[str, web.AppRunner]
     senders.watch_all(runner)
     await runner.setup()
     try:
-        yield await listen(runner, "127.0.0.1", 0), runner
+        at = urlsplit(await listen(runner, "127.0.0.1", 0))
+        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+        yield reader, writer, runner
+        writer.close()
     finally:
         await runner.cleanup()
 
@@ -138,9 +143,7 @@ async def test_a_body_may_take_its_time_but_not_a_byte_a_minute(stride: int, is_
     """The times are those that whoever looks is told."""
     given_up: list[str] = []
     senders = Senders(PATIENCE_S, given_up.append)
-    async with listening(senders) as (url, runner):
-        at = urlsplit(url)
-        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    async with connected(senders) as (reader, writer, runner):
         now = asyncio.get_running_loop().time()
         writer.write(post("/", f"Content-Length: {4 * stride}").encode())
         for turn in (1, 2, 3):
@@ -151,16 +154,13 @@ async def test_a_body_may_take_its_time_but_not_a_byte_a_minute(stride: int, is_
         writer.write(bytes(stride))
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 " if is_taken else b"HTTP/1.1 408 ")
         assert given_up == ([] if is_taken else ["body"])
-        writer.close()
     assert senders._bodies == set()
 
 
 async def test_headers_are_complete_in_time_however_steadily_they_come() -> None:
     given_up: list[str] = []
     senders = Senders(PATIENCE_S, given_up.append)
-    async with listening(senders) as (url, runner):
-        at = urlsplit(url)
-        reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    async with connected(senders) as (reader, writer, runner):
         now = asyncio.get_running_loop().time()
         for turn in (0, 1, 2, 3):
             writer.write(b"POST / HTTP/1.1\r\n" if turn == 0 else b"X-More: " + b"x" * OPENING_BYTES + b"\r\n")
@@ -170,15 +170,12 @@ async def test_headers_are_complete_in_time_however_steadily_they_come() -> None
         senders.look(runner, now + 1.01 * PATIENCE_S)
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
         assert given_up == ["head"]
-        writer.close()
 
 
 async def test_whoever_leaves_amid_a_body_is_no_fault_and_none_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     given_up: list[str] = []
     senders = Senders(PATIENCE_S, given_up.append)
-    async with listening(senders) as (url, _):
-        at = urlsplit(url)
-        _, writer = await asyncio.open_connection(at.hostname, at.port)
+    async with connected(senders) as (_, writer, _):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nxx")
         await until(lambda: len(senders._bodies) == 1)
         writer.close()
