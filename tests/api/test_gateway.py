@@ -90,7 +90,7 @@ async def test_requests_go_where_their_beginning_is_computed(tmp_path: Path, mon
         shared = {"redis": redis.url, "server_key_file": str(tmp_path / "server.key"), **with_keys(tmp_path)}
         async with AsyncExitStack() as stack:
             a, b = [await stack.enter_async_context(served(tmp_path / name, settings=shared)) for name in "ab"]
-            gateway, client = await stack.enter_async_context(fronted(tmp_path / "g", [], **shared))
+            gateway, client = await stack.enter_async_context(fronted(tmp_path / "g", [], lost_seconds=30.0, **shared))
             await settle(gateway, 2)  # both announced themselves
 
             async def cached(key: str, path: str, body: Any, of: World | Client = client) -> int:
