@@ -7,7 +7,7 @@
 A request that is never complete costs a connection, its buffers and a handler for as long as its sender likes, and a
 sender needs next to nothing for it. A head is a few packets, and no honest one takes long. A body may be megabytes and
 its line slow: it may take its time, but not a byte a minute. At a minute's time a body of 8 MiB, the largest unless
-set, is there after 9 hours or given up before.
+set, is there after some ten hours, or was given up before.
 
 Bodies are read here, before their handlers begin: so this holds for every route alike. Of a client that is refused for
 its key or its address the body is not waited for. Who sends nothing after a request was answered keeps its connection;
