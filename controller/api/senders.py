@@ -10,8 +10,9 @@ its line slow: it may take its time, but not a byte a minute. At a minute's time
 set, is there after some ten hours, or was given up before.
 
 Bodies are read here, before their handlers begin: so this holds for every route alike. Of a client that is refused for
-its key or its address the body is not waited for. Who sends nothing after a request was answered keeps its connection;
-aiohttp closes it after an hour. A handshake of TLS has asyncio's own minute.
+its key or its address the body is not waited for. What still comes of a request that is answered already is thrown away
+for a moment (LINGER_S in listening.py), or the answer would be lost with the connection. Who sends nothing after a
+whole request keeps its connection; aiohttp closes it after an hour. A handshake of TLS has asyncio's own minute.
 """
 
 import asyncio
