@@ -129,13 +129,13 @@ def figure_blocks(data: Data, tell: Tell) -> Figure:
     loads = {name: (replay(data, file, 4.0, 5, max_len=8192), 40_000, 8192) for name, file in AZURE.items()}
     for name, file in MOONCAKE.items():
         loads[name] = (replay(data, file, 0.25, 12, max_len=98_304), 100_000, 98_304)
-    panel, rows = Panel("", "block size", "mean normalized latency, over the best", kind="log x"), []
+    panel, rows = Panel("", "block size", "mean normalized latency, % over the best", kind="log x"), []
     for name, (asked, num_slots, max_len) in loads.items():
         runs = [Run(served(size, num_slots, max_len=max_len), asked) for size in BLOCK_SIZES]
         found = outcomes(data, runs, tell)
         best = min(one.normalized_s["mean"] for one in found)
         for size, one in zip(BLOCK_SIZES, found, strict=True):
-            panel.add(name, size, one.normalized_s["mean"] / best)
+            panel.add(name, size, 100 * (one.normalized_s["mean"] / best - 1))
         chosen = recommended_size(dict(zip(BLOCK_SIZES, found, strict=True)), within_percent=2.0)
         rows.append([name, *(f"{1e3 * one.normalized_s['mean']:.1f}" for one in found), f"{chosen}"])
     heads = ["load", *(f"{size}: ms/token" for size in BLOCK_SIZES), "recommended"]

@@ -6,7 +6,7 @@ controller/simulate/roofline.py with the published peaks and assumed shares of d
 is another, a variant of the run shows what makes the difference.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bench.paper_data import (
     ALPACA,
@@ -21,8 +21,9 @@ from bench.paper_data import (
     setup_of,
     slower,
 )
-from bench.paper_lengths import mean_filled, told
+from bench.paper_lengths import mean_filled, mean_lengths, told
 from bench.paper_shape import LATENCY, MINUTE_S, SUSTAINED_S, Figure, Panel, Tell, differs, factor, short, swept
+from kilburn.controller.simulate.traces import Asked
 
 KINDS = ("used", "reserved", "internal", "external")
 PAPER_USED = {"orca-max": 20.4, "orca-pow2": 26.8, "orca-oracle": 38.2, "paged": 96.3}
@@ -146,6 +147,18 @@ NOTES_12 = [
 ]
 
 
+def told_of_room(whole: Sequence[Asked]) -> str:
+    """How many chats of whole prompts fit, and why that is not twice as many."""
+    slots, filled = TABLE_1["opt-13b"][2], mean_filled(whole)
+    fit, pieces, answer = slots / filled, slots // 2048, mean_lengths(whole)[1]
+    return (
+        f"The difference follows from lengths: with answers of {answer:.0f} tokens in the mean a sequence that runs "
+        f"fills {filled:,.0f} slots, so that {fit:.1f} fit in blocks and {pieces} in pieces of 2,048, which is "
+        f"{fit / pieces:.1f} times as many at most; prompts have to be computed, too, and admission keeps a margin. "
+        f"Twice as many would fit with answers of about {2 * (slots / pieces / 2 - CHAT_TOKENS):.0f}."
+    )
+
+
 def figure_17(data: Data, tell: Tell) -> Figure:
     every, seconds = data.chats(), 15 * MINUTE_S * data.share
     whole = [one for one in every if one.num_prompt == CHAT_TOKENS]
@@ -171,9 +184,9 @@ def figure_17(data: Data, tell: Tell) -> Figure:
         "in the paper.",
         "In the paper the three baselines are alike, since most prompts are cut to 1,024 tokens and the buddy "
         f"allocator keeps 2,048 for each. Of our sample's {len(every):,} requests "
-        f"{100 * len(whole) / len(every):.0f} % have such a prompt; the second panel is of these alone. In the third "
-        "they come for longer: answers take minutes, and a run that ends before queues have grown flatters whoever has "
-        "less room.",
+        f"{100 * len(whole) / len(every):.0f} % have such a prompt; the second panel is of these alone. A run of "
+        f"{LONGER} times the length (the third) has the same factor.",
+        told_of_room(whole),
     ]
     return Figure("figure-17", "Chat (Figure 17)", f"OPT-13B, 15.7k slots, {seconds:.0f} s", heads, rows, panels,
                   notes, SHAREGPT)  # fmt: skip

@@ -11,7 +11,21 @@ import pytest
 from gguf import GGUFWriter
 
 from bench import paper, paper_blocks, paper_figures, paper_sharing
-from bench.paper_data import ALPACA, AZURE, CLIENTS, MOONCAKE, PAIRS, SENTENCES, SHAREGPT, Apart, Data, served, slower
+from bench.paper_data import (
+    ALPACA,
+    AZURE,
+    CLIENTS,
+    MOONCAKE,
+    PAIRS,
+    ROW_S,
+    SENTENCES,
+    SHAREGPT,
+    Apart,
+    Data,
+    DearRows,
+    served,
+    slower,
+)
 from bench.paper_lengths import (
     LLAMA,
     OPT,
@@ -135,7 +149,9 @@ def test_latency_against_rate(folder: Path, tmp_path: Path, monkeypatch: pytest.
     fewer = {("opt-66b", ALPACA): (1.0, 8.0), ("opt-13b", SHAREGPT): (0.5, 2.0)}
     monkeypatch.setattr(paper_figures, "FIGURE_12", fewer)
     monkeypatch.setattr(paper_sharing, "FIGURE_14", {("samples", 2): (8.0,), ("beams", 4): (8.0,)})
-    figures = made(folder, tmp_path, "12,14,16,17", share=0.004)
+    monkeypatch.setattr(paper_sharing, "RATES_OF_BEAMS", (8.0,))
+    monkeypatch.setattr(paper_sharing, "RATES_OF_ROWS", {1: (8.0,), 5: (8.0,)})
+    figures = made(folder, tmp_path, "12,14,beams,16,rows,17", share=0.004)
     for figure in figures.values():
         for panel in figure["panels"]:
             for rates, latencies in panel["lines"].values():
@@ -147,6 +163,7 @@ def test_latency_against_rate(folder: Path, tmp_path: Path, monkeypatch: pytest.
         "OPT-13B, ShareGPT, slower steps",
     }
     assert all(float(row[2]) > 0 for row in figures["17"]["rows"])
+    assert (len(figures["beams"]["rows"]), len(figures["rows"]["rows"])) == (3, 2)
 
 
 def test_blocks_and_what_leaves(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +263,7 @@ def test_what_was_said_is_found_again(folder: Path) -> None:
     assert outcome_of(*run_controller(served(), asked)).hit_share == pytest.approx(best, abs=0.01)
 
 
-def test_prompts_in_steps_of_their_own() -> None:
+def test_machines_that_show_why_numbers_differ() -> None:
     machine = Linear(fixed_s=1.0, row_s=0.1, token_s=0.01)
     both, rows, chunks = Load(num_rows=5, num_sampled=6), Load(num_rows=5), Load(num_chunks=1, num_chunk_tokens=50)
     both.num_chunks, both.num_chunk_tokens = 1, 50
@@ -254,6 +271,7 @@ def test_prompts_in_steps_of_their_own() -> None:
     for load in (rows, chunks):
         assert Apart(machine).seconds(load) == machine.seconds(load)
     assert slower("opt-13b").machine.seconds(rows)[1] > 0.01
+    assert DearRows(machine).seconds(both)[1] == pytest.approx(machine.seconds(both)[1] + 6 * ROW_S)
 
 
 def test_data_is_found_at_any_depth(folder: Path) -> None:
