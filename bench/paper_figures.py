@@ -142,6 +142,8 @@ NOTES_12 = [
     "A rate is sustained while the mean normalized latency is within the bound; between rates by straight lines. A run "
     "ends when all have their answers. The paper's runs are of an hour: a queue grows as long as requests come, so the "
     "ends of lines are steeper there, and what is only just too much here is a factor more.",
+    "The other part of the difference is how long steps take: ours, by the roofline, are shorter, so that fewer "
+    "requests overlap at a rate and memory binds later (Figure 13). The last panel is with its slower steps.",
     "The paper's factors are those of its text: for ShareGPT the range over its three models, for Alpaca that of "
     "OPT-13B (its section 6.3).",
 ]
