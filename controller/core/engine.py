@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kilburn.controller.core import door, laws
-from kilburn.controller.core.beam import BeamGroup
 from kilburn.controller.core.blame import POISON
 from kilburn.controller.core.block_map import BlockMap, all_tables, request_rows, worker_map
 from kilburn.controller.core.block_pool import BlockPool, NameJournal
@@ -26,7 +25,6 @@ from kilburn.controller.core.events import (
     Disturbed,
     Effect,
     Event,
-    Finished,
     Left,
     Names,
     Note,
@@ -37,7 +35,6 @@ from kilburn.controller.core.events import (
     Retire,
     Send,
     Shutdown,
-    Started,
     Stop,
     Submit,
     Tick,
@@ -45,22 +42,18 @@ from kilburn.controller.core.events import (
     Turned,
     Unpin,
 )
-from kilburn.controller.core.fairness import Fairness
 from kilburn.controller.core.home import Home
-from kilburn.controller.core.homeless import Homeless
 from kilburn.controller.core.lease import Lease, LeaseState
-from kilburn.controller.core.limits import Clocks, Limit, Outflow, gave_up_waiting, shorter
+from kilburn.controller.core.limits import Limit
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import can_move
 from kilburn.controller.core.prefix_index import Hasher
-from kilburn.controller.core.prefixes import PinGroup
 from kilburn.controller.core.ranks import Muster, RanksDisagree
+from kilburn.controller.core.requests import Requests
 from kilburn.controller.core.scheduler import Scheduler
-from kilburn.controller.core.sequence import Group, Place, State
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot, group_snapshot
-from kilburn.controller.core.turns import turn_of
 from kilburn.shared.digest import BlockHasher
 from kilburn.shared.messages import (
     Beat,
@@ -77,7 +70,7 @@ from kilburn.shared.messages import (
     Unpreparable,
     Welcome,
 )
-from kilburn.shared.types import FinishReason, LawBroken
+from kilburn.shared.types import LawBroken
 
 NAME_TAKEN = "another process has this name, and is heard; give this one a --name of its own"
 
@@ -96,20 +89,14 @@ class Engine:
         self._homes: dict[bytes, Home] = {}  # by rank 0
         self._leads: dict[bytes, bytes] = {}  # of every other rank: rank 0
         self._muster = Muster()
-        self._groups: dict[int, Group] = {}
-        self._placed: dict[int, Home] = {}
-        self._homeless = Homeless(settings.recovery_s)
         self._pinning = Pinning(settings.most_pinned)
+        self.requests = Requests(settings, self._homes, self._pinning)
         self._model_digest: bytes | None = None
-        self._num_arrivals = 0
         self._leases_began = self._leases_ended = self._laws_broken = 0
         self._stale_messages = 0
         self._is_closing = False
         self._has_moved = False  # worker groups came or went, and prefixes may be held by none
         self._num_poison = 0  # requests that ended workers
-        self._fairness = Fairness() if settings.is_fair else None
-        self._outflow, self._clocks = Outflow(), Clocks()
-        self._timeouts = dict.fromkeys(Limit, 0)
         self._now = 0.0  # of the last turn
         # Kept here, so that what was decided and what was not yet heard outlive a broken law.
         self._events: deque[Event] = deque()
@@ -131,7 +118,7 @@ class Engine:
         self._settle(now, effects)
         for home in self._homes.values():
             self.go_on(home, now, effects)
-        if self._is_closing and not self._groups:
+        if self._is_closing and not self.requests.groups:
             for home in self._homes.values():
                 self._drain(home, effects)
         self._effects = []
@@ -140,9 +127,7 @@ class Engine:
     @property
     def deadline(self) -> float | None:
         """When a Tick is wanted, if nothing else happens before."""
-        times = self._homeless.deadlines
-        if self._clocks.next_at is not None:
-            times.append(self._clocks.next_at)
+        times = self.requests.deadlines
         for home in self._homes.values():
             times += [home.lease.deadline, home.scheduler.line.grammars.deadline]
             late_at = home.step_deadline(self.settings.step_deadline_s)
@@ -160,12 +145,12 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._groups
+        return not self.requests.groups
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no row, preempted ones included."""
-        return self._waiting()[0]
+        return self.requests.waiting[0]
 
     def room_for(self, num_prompt: int, n: int) -> int | None:
         """The most max_tokens that a prompt of this length can have on some worker group; None while there is none.
@@ -183,9 +168,9 @@ class Engine:
             case Submit():
                 self._submit(event, now, effects)
             case Stop(request_id, index):
-                self._stop(request_id, index, effects)
+                self.requests.stop(request_id, index, effects)
             case Cancel(request_id):
-                self._cancel(request_id)
+                self.requests.cancel(request_id)
             case Pin():
                 self._pin(event, effects)
             case Unpin(prefix_id):
@@ -203,102 +188,25 @@ class Engine:
                 pass
 
     def _submit(self, submit: Submit, now: float, effects: list[Effect]) -> None:
-        refused = self._refusal(submit, now)
-        if refused is not None:
-            effects.append(refused)
-            return
-        self._num_arrivals += 1
-        place = Place(submit.priority, self._num_arrivals)
-        group = door.group_of(submit, place, self._pinning.salt_of(submit.salt, submit.prompt))
-        group.turn = turn_of(place, now, self.settings.aging_s)
-        group.tenant, group.weight = submit.tenant, submit.weight
-        if group.live[0].limit <= 0:  # one prompt token and nothing to draw: there is nothing to compute
-            effects.append(Started(submit.request_id, 0))
-            effects.extend(Finished(submit.request_id, i, FinishReason.LENGTH) for i in range(submit.n))
-            return
-        self._groups[submit.request_id] = group
-        self._homeless.arrived(group, now)
-        settings = self.settings
-        for limit, seconds in (
-            (Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),
-            (Limit.REQUEST, shorter(settings.request_s, submit.request_s)),
-        ):
-            if seconds is not None:
-                self._clocks.set(now + seconds, submit.request_id, limit)
-
-    def _refusal(self, submit: Submit, now: float) -> Refused | None:
         if self._is_closing:
-            return Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down")
-        return self._queue_full(submit, now) or door.objection(submit, [h.scheduler for h in self._homes.values()])
-
-    def _queue_full(self, submit: Submit, now: float) -> Refused | None:
-        num_its = None
-        if self._fairness is not None:
-            num_its = sum(group.tenant == submit.tenant for group in self._homeless.groups)
-            num_its += self._fairness.num_waiting(submit.tenant)
-        return door.queue_full(submit, self.settings, self._waiting(), num_its, self._outflow, now)
-
-    def _waiting(self) -> tuple[int, int]:
-        """Requests that wait, here or for a worker group, and the tokens of their prompts."""
-        lines = [home.scheduler.line.waiting for home in self._homes.values()]
-        num_requests = len(self._homeless.strays) + sum(waiting.num_requests for waiting in lines)
-        num_tokens = sum(group.num_prompt for group in self._homeless.groups)
-        return num_requests, num_tokens + sum(waiting.num_tokens for waiting in lines)
+            effects.append(Refused(submit.request_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
+        else:
+            self.requests.submit(submit, now, effects)
 
     def _pin(self, pin: Pin, effects: list[Effect]) -> None:
         if self._is_closing:
             effects.append(Refused(pin.prefix_id, Refusal.SHUTTING_DOWN, "the server is shutting down"))
             return
-        refused = self._pinning.pin(pin, self._homes.values(), self._homeless.groups)
+        refused = self._pinning.pin(pin, self._homes.values(), self.requests.homeless.groups)
         if refused is not None:
             effects.append(refused)
         for home in self._homes.values():
-            self.forget_ended(home)
+            self.requests.forget_ended(home)
 
     def _unpin(self, prefix_id: int) -> None:
         self._pinning.unpin(prefix_id, self._homes.values())
         for home in self._homes.values():
-            self.forget_ended(home)
-
-    def _stop(self, request_id: int, index: int, effects: list[Effect]) -> None:
-        group, home = self._groups.get(request_id), self._placed.get(request_id)
-        if group is None:
-            return
-        if home is not None:
-            home.scheduler.line.stop(group, index, effects)
-            self.forget_ended(home)
-            return
-        for sequence in list(group.live):
-            if sequence.index == index and group.has_forked and not isinstance(group, BeamGroup):
-                sequence.move(State.FINISHED)
-                group.part_with(sequence)
-                effects.append(Finished(request_id, index, FinishReason.STOP))
-        if not group.live:
-            self._drop_homeless(group)
-
-    def _cancel(self, request_id: int) -> None:
-        group, home = self._groups.get(request_id), self._placed.get(request_id)
-        if group is None:
-            return
-        if home is not None:
-            home.scheduler.line.cancel(group)
-            self.forget_ended(home)
-        else:
-            for sequence in group.live:
-                sequence.move(State.FINISHED)
-            self._drop_homeless(group)
-
-    def _drop_homeless(self, group: Group) -> None:
-        self._homeless.drop(group)
-        del self._groups[group.request_id]
-
-    def forget_ended(self, home: Home) -> None:
-        for group in home.scheduler.line.ended:
-            if not isinstance(group, PinGroup):
-                del self._groups[group.request_id]
-                del self._placed[group.request_id]
-                home.scheduler.line.grammars.leave(group)
-        home.scheduler.line.ended.clear()
+            self.requests.forget_ended(home)
 
     # --- workers
 
@@ -327,7 +235,7 @@ class Engine:
                 home.lease.num_beats_heard += 1
             case Prepared() | Unpreparable():
                 home.scheduler.line.grammar_answered(message, effects)
-                self.forget_ended(home)
+                self.requests.forget_ended(home)
 
     def _hello(self, peer: bytes, hello: Hello, now: float, effects: list[Effect]) -> None:
         self._end_lease(peer, "the worker said Hello again", now, effects, is_told=False, is_crash=False)  # it knows
@@ -362,7 +270,7 @@ class Engine:
         memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
-        scheduler = Scheduler(hello, memory, lease.id, *policies, self._fairness, settings.prepare_s)
+        scheduler = Scheduler(hello, memory, lease.id, *policies, self.requests.fairness, settings.prepare_s)
         home = self._homes[lease.peer] = Home(lease, scheduler)
         self._leads |= dict.fromkeys(peers[1:], lease.peer)
         lease.move(LeaseState.READY)
@@ -378,7 +286,7 @@ class Engine:
         effects.extend([Send(peer, message) for peer in home.lease.peers if peer != but])
 
     def _objection(self, hello: Hello) -> str | None:
-        if self._is_closing and not self._groups:
+        if self._is_closing and not self.requests.groups:
             return "the controller is shutting down"
         if hello.num_blocks < 1:
             return "a worker needs at least one block; raise --kv-memory"
@@ -395,10 +303,10 @@ class Engine:
             while (result := home.agreement.settle()) is not None:
                 home.scheduler.commit(result, now, effects)
         except (Disagreement, RanksDisagree) as doubt:
-            self.forget_ended(home)
+            self.requests.forget_ended(home)
             self._end_lease(home.lease.peer, str(doubt), now, effects)
             return
-        self.forget_ended(home)
+        self.requests.forget_ended(home)
 
     def _end_lease(
         self,
@@ -432,14 +340,13 @@ class Engine:
             self._num_poison += 1
             effects.append(Note(NoteKind.POISON, f"request {guilty.request_id} ended lease {home.lease.id}: {reason}"))
             home.scheduler.line.fail(guilty, POISON, effects)
-            self.forget_ended(home)
+            self.requests.forget_ended(home)
         self._evacuate(home, f"lease {home.lease.id} ended: {reason}", now, effects)
 
     def _evacuate(self, home: Home, why: str, now: float, effects: list[Effect]) -> None:
         self._has_moved = True
         for group in home.scheduler.evacuate():
-            del self._placed[group.request_id]
-            self._homeless.displaced(group, now)
+            self.requests.displaced(group, now)
             effects.append(Turned(group.request_id, Turn.DISPLACED, why))
 
     def _retire(self, name: str, effects: list[Effect]) -> None:
@@ -474,39 +381,20 @@ class Engine:
                 self._tell(home, home.beat, effects)
             if home.scheduler.line.waiting.preparing:
                 home.scheduler.line.give_up_grammars(now, effects)
-                self.forget_ended(home)
-        for request_id, limit in self._clocks.due(now):
-            self._time_is_up(request_id, limit, now, effects)
-        self._clocks.clear_away(self._groups.__contains__, len(self._groups))
-
-    def _time_is_up(self, request_id: int, limit: Limit, now: float, effects: list[Effect]) -> None:
-        """A request has waited, or taken, as long as it may."""
-        group = self._groups.get(request_id)
-        if group is None or (limit is Limit.QUEUE and group.has_started):
-            return
-        self._timeouts[limit] += 1
-        if group.has_started:
-            message = "the request's time ran out"
-            effects.extend(Finished(request_id, i, FinishReason.TIMEOUT, message) for i in group.indices())
-        else:
-            effects.append(gave_up_waiting(request_id, limit, self._outflow.wait_s(*self._waiting(), now)))
-        self._cancel(request_id)
+                self.requests.forget_ended(home)
+        self.requests.pass_time(now, effects)
 
     def _settle(self, now: float, effects: list[Effect]) -> None:
         if self._has_moved:
             self._has_moved = False
-            effects.extend(self._pinning.settle(self._homes.values(), self._homeless.groups))
-        for group in self._homeless.settle(self._homes.values(), self._placed, self._pinning, now, effects):
-            del self._groups[group.request_id]
+            effects.extend(self._pinning.settle(self._homes.values(), self.requests.homeless.groups))
+        self.requests.settle(now, effects)
 
     def go_on(self, home: Home, now: float, effects: list[Effect]) -> None:
         """One worker group gets its next plans, and what came of them is noted; simulations ask for one alone."""
         self._plan(home, now, effects)
         self._report_names(home, effects)
-        line = home.scheduler.line
-        if line.num_begun:
-            self._outflow.began(line.num_begun, line.tokens_begun, now)
-            line.num_begun = line.tokens_begun = 0
+        self.requests.note_begun(home, now)
         home.scheduler.memory.check()
 
     def _plan(self, home: Home, now: float, effects: list[Effect]) -> None:
@@ -523,7 +411,7 @@ class Engine:
             self._tell(home, plan, effects)
         scheduler.note_stall(now)
         if scheduler.line.ended:
-            self.forget_ended(home)
+            self.requests.forget_ended(home)
 
     def _report_names(self, home: Home, effects: list[Effect]) -> None:
         journal = home.scheduler.pool.journal
@@ -540,45 +428,40 @@ class Engine:
 
     def snapshot(self, now: float | None = None) -> Snapshot:
         """All that an onlooker may know. `now`: of whoever asks, where turns may be long ago; None: of the last one."""
-        num_waiting, num_tokens = self._waiting()
-        requests_per_s, tokens_per_s = self._outflow.rates(self._now if now is None else max(now, self._now))
+        num_waiting, num_tokens = self.requests.waiting
+        requests_per_s, tokens_per_s = self.requests.outflow.rates(self._now if now is None else max(now, self._now))
         return Snapshot(
             groups=tuple([group_snapshot(home) for home in self._homes.values()]),
-            requests=len(self._groups),
-            homeless_requests=len(self._homeless.strays),
+            requests=len(self.requests.groups),
+            homeless_requests=len(self.requests.homeless.strays),
             waiting_requests=num_waiting,
             leases_began=self._leases_began,
             leases_ended=self._leases_ended,
             waiting_ranks=sum(num_present for num_present, _ in self._muster.present.values()),
             stale_messages=self._stale_messages,
-            requests_displaced=self._homeless.num_displaced,
-            requests_recovered=self._homeless.num_recovered,
+            requests_displaced=self.requests.homeless.num_displaced,
+            requests_recovered=self.requests.homeless.num_recovered,
             laws_broken=self._laws_broken,
             is_closing=self._is_closing,
             waiting_tokens=num_tokens,
             drained_requests_per_s=requests_per_s,
             drained_tokens_per_s=tokens_per_s,
-            queue_timeouts=self._timeouts[Limit.QUEUE],
-            request_timeouts=self._timeouts[Limit.REQUEST],
+            queue_timeouts=self.requests.timeouts[Limit.QUEUE],
+            request_timeouts=self.requests.timeouts[Limit.REQUEST],
             poison_requests=self._num_poison,
         )
 
     def block_map(self) -> BlockMap:
         """Memory block by block and requests one by one. For onlookers who look some times a second, not every step."""
         homes = list(self._homes.values())
-        rows = request_rows(homes, self._homeless.groups)
+        rows = request_rows(homes, self.requests.homeless.groups)
         return BlockMap(self.snapshot(), tuple([worker_map(home) for home in homes]), rows, all_tables(homes))
 
     def validate(self) -> None:
         """Every law, counted anew. Raises LawBroken."""
         for home in self._homes.values():
             home.scheduler.validate()
-        placed = {g.request_id for home in self._homes.values() for g in home.scheduler.line.requests}
-        homeless = {group.request_id for group in self._homeless.groups}
-        if placed != self._placed.keys() or placed & homeless or placed | homeless != self._groups.keys():
-            raise LawBroken("a request is in two places, or in none")
-        if len(self._homeless.strays) != len(homeless):
-            raise LawBroken("a request waits for a home twice")
+        self.requests.validate()
 
     def contain(self, now: float) -> list[Effect]:
         """After LawBroken: fail the requests whose blocks are not as they should be, recompute all others, and go on.
@@ -594,6 +477,6 @@ class Engine:
             except LawBroken as broken:
                 effects.append(Note(NoteKind.LAW_BROKEN, str(broken)))
                 laws.contain(home.scheduler.line, effects)
-                self.forget_ended(home)
+                self.requests.forget_ended(home)
                 self._end_lease(peer, "a law of the block pool was broken", now, effects, is_crash=False)
         return self.handle((), now)

@@ -28,7 +28,7 @@ def turn(engine: Engine, home: Home, peer: bytes, result: StepResult, now: float
     _land_steady(scheduler, now, record)
     scheduler.commit(result, now, effects)
     if scheduler.line.ended:
-        engine.forget_ended(home)
+        engine.requests.forget_ended(home)
     engine.go_on(home, now, effects)
     return effects
 

@@ -261,7 +261,7 @@ async def test_a_broken_law_is_contained_and_the_second_ends_the_process(tmp_pat
 async def test_an_engine_that_cannot_go_on_leaves_nobody_waiting() -> None:
     driver = Driver(Engine(EngineSettings()), InProcessRegistry(), byte_level(), Salts(b"k" * 32))
     answer = await driver.streams.ask([Ask([5], 10, Sampling())])
-    driver.engine._groups = None  # type: ignore[assignment]  # a bug, as one might be made
+    driver.engine.requests = None  # type: ignore[assignment]  # a bug, as one might be made
     driver.post(Stop(1, 0))
     (delta,) = await answer.whole()
     assert delta.finish is FinishReason.CANCELLED

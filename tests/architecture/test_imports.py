@@ -37,6 +37,7 @@ OTHERS: dict[str, tuple[str, ...] | None] = {
 # The core, from the top down. A module imports only from layers below its own.
 CORE_LAYERS = (
     ("engine",),
+    ("requests",),
     ("block_map", "door", "homeless"),
     ("pinning", "snapshot", "limits", "settings"),
     ("placement",),

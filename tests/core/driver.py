@@ -293,7 +293,7 @@ class Hand:
         return self.workers[peer]
 
     def group(self, request: int) -> Group:
-        return self.engine._groups[request]
+        return self.engine.requests.groups[request]
 
     def sequence(self, request: int, index: int = 0) -> CoreSequence:
         [found] = [sequence for sequence in self.group(request).live if sequence.index == index]
@@ -327,9 +327,9 @@ class Hand:
         host = self.scheduler(peer).memory.host
         assert host.num_owned == 0
         assert host.num_available == host.num_blocks
-        assert not self.engine._groups
-        assert not self.engine._placed
-        assert not self.engine._homeless.strays
+        assert not self.engine.requests.groups
+        assert not self.engine.requests.placed
+        assert not self.engine.requests.homeless.strays
 
 
 def answer(

@@ -164,7 +164,7 @@ def test_beams_are_preempted_and_come_back_whole(preemption: Preemption, num_blo
     request = hand.submit(range(5), max_tokens=9, n=3, beams=BeamSettings(3, early_stopping=EarlyStopping.NEVER))
     while hand.worker().plans:
         hand.land()
-        if request in hand.engine._groups:
+        if request in hand.engine.requests.groups:
             states = {sequence.state for sequence in hand.group(request).live}
             assert len(states) == 1, "all of a group, or nothing"
     notes = [note.text for note in hand.log.notes if note.text.startswith(f"request {request}, by")]

@@ -212,4 +212,4 @@ def test_every_departure_of_a_busy_run_ends_in_one_return() -> None:
     assert returned <= after.preempted_by_swap + after.preempted_by_recompute
     assert after.chosen_by_cost > 0
     assert not hand.line().returning
-    assert all(group.departure is None for group in hand.engine._groups.values())
+    assert all(group.departure is None for group in hand.engine.requests.groups.values())

@@ -152,7 +152,7 @@ def test_the_client_leaves(bring: Callable[[Hand], None], depth: int) -> None:
     said = {key for key in hand.log.finished if key[0] == 1}
     effects = hand.cancel(1)
     assert not any(isinstance(effect, Finished) for effect in effects), "nobody is there to be told"
-    assert 1 not in hand.engine._groups
+    assert 1 not in hand.engine.requests.groups
     if hand.workers:
         assert all(group.request_id != 1 for group in (*hand.line().running, *hand.line().waiting))
     hand.handle(Cancel(1), Cancel(1), Stop(1, 0))
@@ -181,7 +181,7 @@ def test_stop_strings_in_both_choices(bring: Callable[[Hand], None], depth: int,
             assert ends == [], "nothing has been said yet, so nobody can have found a stop string in it"
         hand.stop(1, index)
     if has_forked:
-        assert 1 not in hand.engine._groups
+        assert 1 not in hand.engine.requests.groups
     else:
         settle(hand)
         hand.check(1)

@@ -28,7 +28,7 @@ def several(*names: str, num_blocks: int = 64, **sizes: int) -> Hand:
 
 
 def placed(hand: Hand, request: int) -> str:
-    return hand.engine._placed[request].lease.hello.name
+    return hand.engine.requests.placed[request].lease.hello.name
 
 
 def asked(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 8, arrival: int = 1, n: int = 1) -> Group:
@@ -154,7 +154,7 @@ def test_what_fits_nowhere_else_ends_where_it_is() -> None:
     while not hand.tokens(long):
         hand.land(b"a")
     hand.handle(Retire("a"))
-    while long in hand.engine._placed:
+    while long in hand.engine.requests.placed:
         assert hand.engine.snapshot().homeless_requests == 0
         hand.land(b"a")
     hand.run()

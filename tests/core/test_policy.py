@@ -81,7 +81,7 @@ def test_the_worker_with_the_fewest_sequences_of_those_where_it_fits() -> None:
         hand.new_submit(range(20), max_tokens=3),  # large: small will never hold it
         hand.new_submit((5,), max_tokens=3),  # small: two against three
     )
-    placed = {request: home.lease.hello.name for request, home in hand.engine._placed.items()}
+    placed = {request: home.lease.hello.name for request, home in hand.engine.requests.placed.items()}
     assert placed == {1: "small", 2: "large", 3: "large", 4: "large", 5: "small"}
     hand.run()
     hand.check(1, 2, 3, 4, 5)

@@ -210,23 +210,23 @@ def lose_a_waiting_request(hand: Hand) -> None:
 
 
 def be_in_two_places(hand: Hand) -> None:
-    hand.engine._homeless.arrived(hand.group(4), 0.0)
+    hand.engine.requests.homeless.arrived(hand.group(4), 0.0)
 
 
 def be_homeless_twice(hand: Hand) -> None:
     group = hand.line().waiting.fresh[-1]
     hand.line().waiting.remove(group)
-    del hand.engine._placed[group.request_id]
+    del hand.engine.requests.placed[group.request_id]
     for _ in range(2):
-        hand.engine._homeless.arrived(group, 0.0)
+        hand.engine.requests.homeless.arrived(group, 0.0)
 
 
 def forget_where_it_is(hand: Hand) -> None:
-    del hand.engine._placed[1]
+    del hand.engine.requests.placed[1]
 
 
 def remember_what_has_ended(hand: Hand) -> None:
-    hand.engine._groups[99] = hand.group(1)
+    hand.engine.requests.groups[99] = hand.group(1)
 
 
 SABOTAGES: dict[str, Callable[[Hand], None]] = {

@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant(
         "the limit is not tested at Submit",
         (
-            ("engine.py", "if group.live[0].limit <= 0:", "if False:"),
+            ("requests.py", "if group.live[0].limit <= 0:", "if False:"),
             (
                 "admission.py",
                 "* self._block_size, run) >= first.limit:",
@@ -397,9 +397,9 @@ MUTANTS = [
     ),
     one(
         "a lease's end forgets its requests",
-        "engine.py",
-        "            self._homeless.displaced(group, now)\n",
-        "            del self._groups[group.request_id]\n",
+        "requests.py",
+        "        self.homeless.displaced(group, now)\n",
+        "        del self.groups[group.request_id]\n",
     ),
     # --- limits
     one(
@@ -411,22 +411,22 @@ MUTANTS = [
     one("waiting requests are not counted", "door.py", "if num_over <= 0 and", "if"),
     one(
         "who began is turned away for waiting",
-        "engine.py",
+        "requests.py",
         "if group is None or (limit is Limit.QUEUE and group.has_started):",
         "if group is None:",
     ),
-    one("nobody waits too long", "engine.py", "(Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),", ""),
+    one("nobody waits too long", "requests.py", "(Limit.QUEUE, shorter(settings.queue_s, submit.queue_s)),", ""),
     one(
         "a request may take for ever",
-        "engine.py",
+        "requests.py",
         "(Limit.REQUEST, shorter(settings.request_s, submit.request_s)),",
         "",
     ),
     one(
         "whose time is up keeps its blocks",
-        "engine.py",
-        "        self._cancel(request_id)\n\n    def _settle",
-        "\n    def _settle",
+        "requests.py",
+        "        self.cancel(request_id)\n\n    def _drop",
+        "\n    def _drop",
     ),
     one(
         "a client may ask for more time",

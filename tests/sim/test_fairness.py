@@ -122,7 +122,7 @@ def test_what_a_sequence_drew_that_ends_off_the_rows_is_charged(leave: Callable[
     for last in (Hand.stop, Hand.cancel):
         fairness = Fairness()
         hand = Hand(replace(PATIENT, is_fair=True, depth=1))
-        hand.engine._fairness = fairness
+        hand.engine.requests.fairness = fairness
         hand.join(num_blocks=60)
         request = hand.submit(range(20, 26), max_tokens=60, n=2)
         for _ in range(20):
