@@ -95,10 +95,10 @@ def figure_beams(data: Data, tell: Tell) -> Figure:
                      differs(best / least, paper)])  # fmt: skip
     heads = ["steps", "paged, requests/s", POLICIES["orca-oracle"], "factor", "paper", "off"]
     notes = [
-        "Ours sustains its rate with all of the 256 rows that a step may have, not with all of the pool: what a step "
-        "costs decides, and not how much beams share. Slower steps are those of Figure 13: 10 ms more for each, and "
-        "prompts in steps of their own, which many requests a second pay for more than few. And one step at a time: "
-        "two are under way in ours, and each has half of the beams, since a beam cannot go on before it is chosen.",
+        "Slower steps are those of Figure 13: 10 ms more for each, and prompts in steps of their own, which whoever "
+        "takes many requests a second pays for more often. One at a time: in ours two steps are under way, and each "
+        "has half of the beams, since a beam cannot go on before it is chosen; a system of that year had one step with "
+        "all, which gives most to whoever has few.",
     ]
     setup = f"OPT-13B on one A100-40GB, 15.7k slots, Alpaca lengths ({told(lengths)}), {seconds:.0f} s"
     return Figure("figure-beams", "Beams of 6 with slower steps (to Figure 14)", setup, heads, rows, panels, notes,
