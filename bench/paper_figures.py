@@ -128,7 +128,8 @@ def figure_12(data: Data, tell: Tell) -> Figure:
         best = kept[POLICIES["paged"]]
         for policy, label in POLICIES.items():
             mark = ">= " if kept[label] == rates[-1] else ""
-            times = factor(best, kept[label]) if policy != "paged" else ""
+            least = ">= " if best == rates[-1] and kept[label] != rates[-1] else ""
+            times = f"{least}{factor(best, kept[label])}" if policy != "paged" else ""
             paper = PAPER_12.get((model, name), {}).get(policy, "")
             rows.append([title, label, f"{mark}{kept[label]:.2f}", times, paper])
     heads = ["load", "policy", f"requests/s at {SUSTAINED_S} s/token", "paged is x", "paper"]
