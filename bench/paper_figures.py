@@ -145,6 +145,9 @@ NOTES_12 = [
     "ends of lines are steeper there, and what is only just too much here is a factor more.",
     "The other part of the difference is how long steps take: ours, by the roofline, are shorter, so that fewer "
     "requests overlap at a rate and memory binds later (Figure 13). The last panel is with its slower steps.",
+    "FasterTransformer-like reaches the bound at the lowest rates, long before its capacity: whoever comes waits for "
+    "the batch that runs, and with OPT-175B that alone is more than the bound. How far its factor is above 22 there is "
+    "a matter of straight lines between small rates.",
     "The paper's factors are those of its text: for ShareGPT the range over its three models, for Alpaca that of "
     "OPT-13B (its section 6.3).",
 ]
