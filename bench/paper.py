@@ -55,9 +55,9 @@ None of it was fitted to the paper. The baselines are gates before the same engi
 request waits until its reservation is there, placed by a buddy allocator; FasterTransformer-like is a batch at a time,
 with the reservations of Orca (Max). Scheduler, machine and load are the same for all.
 
-Lengths are of public samples, counted in tokens by the vocabularies of the paper's models; setups say their means (the
-paper's: 161 in and 338 out for ShareGPT, 19 and 58 for Alpaca). Where a number is more than 15 % off the paper's, the
-notes below its table say why.
+Lengths are of public samples, counted in tokens by the vocabularies of the paper's models; the setups of Figures 2 and
+14 say their means (the paper's: 161 in and 338 out for ShareGPT, 19 and 58 for Alpaca). Where a number is more than
+15 % off the paper's, the notes below its table say why.
 """
 
 

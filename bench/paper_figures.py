@@ -90,7 +90,8 @@ def figure_13(data: Data, tell: Tell) -> Figure:
         f"Slower steps: the same runs with {1e3 * SLOWER_S:g} ms more for each step, and prompts in steps of their "
         "own, as systems of that year had them. These two, the same for both loads, make the difference: prompts apart "
         "that of Alpaca (30 prompts a second interrupt everybody), and the milliseconds the rest. The number was "
-        "chosen to see that, and is used for nothing else but the last panel of Figure 12.",
+        "chosen to see that, and is used for nothing else but the last panel of Figure 12, and the beams behind "
+        "Figure 14.",
     ]
     heads = ["requests", "policy", "mean in a step", "paper", "off", "slower steps", "off"]
     setup = "OPT-13B on one A100-40GB, 15.7k slots; steps weighted by their seconds, after the first fifth"

@@ -208,20 +208,24 @@ class Load:
 
     def steps(self, count: int, num_warm: int = 3) -> "Spent":
         """Medians over so many steps that decode: half of them as they serve, half with their calls one by one."""
-        half = max(count // 2, 1)
-        for _ in range(num_warm):
-            self.step()
-        whole_s = statistics.median(self.step() for _ in range(half))
-        self.executor.runner.graphs = None  # a step that was recorded is one launch, whose parts no clock can see
-        return replace(self._medians([self._clocked() for _ in range(half)]), step_s=whole_s)
+        return self._spent(self._clocked, count, num_warm)
 
     def prompts(self, num_tokens: int, count: int) -> "Spent":
-        """Prompts one after the other, each in one step that also draws its only token; medians."""
-        steps = []
-        for _ in range(1 + count):  # the first is to warm up
+        """Prompts one after the other, each in one step that also draws its only token; medians, in halves as well."""
+
+        def prompt() -> tuple[float, dict[str, float]]:
             self.begin([num_tokens], num_outputs=1)
-            steps.append(self._clocked())
-        return self._medians(steps[1:])
+            return self._clocked()
+
+        return self._spent(prompt, count, num_warm=1)
+
+    def _spent(self, clocked: Callable[[], tuple[float, dict[str, float]]], count: int, num_warm: int) -> "Spent":
+        half = max(count // 2, 1)
+        for _ in range(num_warm):
+            clocked()
+        whole_s = statistics.median(clocked()[0] for _ in range(half))
+        self.executor.runner.graphs = None  # a step that was recorded is one launch, whose parts no clock can see
+        return replace(self._medians([clocked() for _ in range(half)]), step_s=whole_s)
 
     def _clocked(self) -> tuple[float, dict[str, float]]:
         self.clock.seconds.clear()

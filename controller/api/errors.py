@@ -125,7 +125,7 @@ def response(error: ApiError, request: web.Request) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     text = encoded_for_anthropic(error) if is_anthropics(request) else encoded(error)
     answer = web.Response(text=text, status=error.status, content_type="application/json", headers=headers)
-    if error.status == 408:  # as HTTP has it: the rest of a request may still be on its way
+    if error.code == "request_incomplete":  # its rest may still be on its way
         answer.force_close()
     return answer
 

@@ -14,12 +14,14 @@ first moment on, and after a request again from the next byte on.
 
     connected ---- owes ----> head complete: a request ---- owes nothing ----> a byte ---- owes ----> head complete ...
 
+A byte counts once the request before it is answered; one that came earlier is heard of with the next.
 How long it may is for others to say (senders.py); here is known since when it does.
 """
 
 import asyncio
 import logging
 import re
+from contextlib import suppress
 
 from aiohttp import web, web_response, web_server
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -70,7 +72,7 @@ class Connection(RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._waiter is None or self._waiter.done():  # none is waited for: there is a request, or was
+        if self._request_count and (self._waiter is None or self._waiter.done()):  # none is waited for: there is one
             self.opening, self._owing_since = b"", None
         elif data:
             self.opening = (self.opening + data)[:OPENING_BYTES]
@@ -91,7 +93,8 @@ class Connection(RequestHandler):
             )
             self.transport.write(head.encode() + body)
             if self.transport.can_write_eof():
-                self.transport.write_eof()
+                with suppress(OSError):  # it left in this very moment
+                    self.transport.write_eof()
             self.close()  # to what still comes: were the connection closed now, it would be reset, and the answer lost
             self._owing_since = None
             self._loop.call_later(self._lingering_time, self.force_close)

@@ -1,7 +1,7 @@
 """What a key may use, kept at the door: every POST of a key that has an allowance is metered, whatever it asks for.
 
 The door comes before all work: a request too many costs its headers. Tokens are charged where they are known
-(answering.py); a body that never comes is a request under way until its connection ends.
+(answering.py); a body that never comes is a request under way until it is given up (senders.py).
 """
 
 import asyncio

@@ -55,11 +55,13 @@ class Commit:
         for i in range(start):
             first, at = at, at + num_tokens[i]
             self._take(flight, i, tokens[first:at], said, effects)
+        if len(tokens) - at != len(num_tokens) - start:
+            raise Disagreement("more tokens than the outcomes count, or fewer")
         self._go_on(flight, start, tokens[at:], said, effects)
         if self._line.returning:
             self._welcome(flight.step, effects)
 
-    def _take(self, flight: Flight, i: int, drawn: list[int], said: "_Said", effects: list[Effect]) -> None:
+    def _take(self, flight: Flight, i: int, drawn: list[int], said: _Said, effects: list[Effect]) -> None:
         """What became of one row, whatever it is."""
         sequence, count = flight.sequences[i], flight.counts[i]
         if i in said.failed:
@@ -77,30 +79,33 @@ class Commit:
 
     # --- what went well
 
-    def _go_on(self, flight: Flight, start: int, tokens: list[int], said: "_Said", effects: list[Effect]) -> None:
+    def _go_on(self, flight: Flight, start: int, tokens: list[int], said: _Said, effects: list[Effect]) -> None:
         """The rows from `start` on drew a token each, and nothing else is said of them: most rows of most steps."""
         told: list[Sequence] = []
         drawn: list[int] = []
-        sequences, epochs, size = flight.sequences[start:], flight.epochs[start:], self._block_size
-        for sequence, epoch, token in zip(sequences, epochs, tokens, strict=True):
-            if sequence.epoch != epoch:
-                continue  # of a life that is over
-            if not sequence.is_steady:
-                self._tell(told, drawn, effects)
-                told, drawn = [], []
-                self._take(flight, sequences.index(sequence) + start, [token], said, effects)
-                continue
-            computed = sequence.num_computed = sequence.num_computed + 1
-            sequence.tokens.append(token)
-            told.append(sequence)
-            drawn.append(token)
-            if not computed % size:
-                self._publish(sequence, computed - 1)
-            if computed >= sequence.limit or token in sequence.stop_ids:
-                self._tell(told, drawn, effects)
-                told, drawn = [], []
-                self._end_if_due(sequence, token, effects)
-        self._tell(told, drawn, effects)
+        rows, sequences, epochs = range(start, len(flight.sequences)), flight.sequences[start:], flight.epochs[start:]
+        size = self._block_size
+        try:
+            for i, sequence, epoch, token in zip(rows, sequences, epochs, tokens, strict=True):
+                if sequence.epoch != epoch:
+                    continue  # of a life that is over
+                if not sequence.is_steady:
+                    self._tell(told, drawn, effects)
+                    told, drawn = [], []
+                    self._take(flight, i, [token], said, effects)
+                    continue
+                computed = sequence.num_computed = sequence.num_computed + 1
+                sequence.tokens.append(token)
+                told.append(sequence)
+                drawn.append(token)
+                if not computed % size:
+                    self._publish(sequence, computed - 1)
+                if computed >= sequence.limit or token in sequence.stop_ids:
+                    self._tell(told, drawn, effects)
+                    told, drawn = [], []
+                    self._end_if_due(sequence, token, effects)
+        finally:  # what was appended is told, whatever law the next row broke
+            self._tell(told, drawn, effects)
 
     def _tell(self, told: list[Sequence], drawn: list[int], effects: list[Effect]) -> None:
         """Steady sequences went on, and nothing else happened meanwhile."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 from collections import Counter
@@ -169,6 +170,22 @@ async def test_headers_are_complete_in_time_however_steadily_they_come() -> None
         assert given_up == []
         senders.look(runner, now + 1.01 * PATIENCE_S)
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        assert given_up == ["head"]
+
+
+async def test_whoever_left_in_the_moment_of_giving_up_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up: list[str] = []
+    senders = Senders(PATIENCE_S, given_up.append)
+    async with connected(senders) as (_, writer, runner):
+        writer.write(b"P")
+        await until(lambda: any(connection.opening for connection in runner.server.connections))
+        (connection,) = runner.server.connections
+
+        def not_connected(_: asyncio.Transport) -> None:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+        monkeypatch.setattr(type(connection.transport), "write_eof", not_connected)
+        senders.look(runner, asyncio.get_running_loop().time() + 1.01 * PATIENCE_S)
         assert given_up == ["head"]
 
 

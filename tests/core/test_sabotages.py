@@ -342,6 +342,21 @@ def test_nothing_decided_before_the_law_broke_is_lost() -> None:
     hand.expect_empty()
 
 
+def test_nobody_loses_a_token_to_a_law_that_a_later_row_of_its_step_breaks() -> None:
+    hand = Hand(settings_of_depth(1))
+    hand.join()
+    hand.handle(hand.new_submit((1, 2), max_tokens=5), hand.new_submit((4, 5, 6), max_tokens=5))
+    hand.land()
+    hand.pool()._refs[hand.table(2)[0]] = 0  # which is about to be named
+    with pytest.raises(LawBroken):
+        hand.engine.handle([Arrived(b"w-1", hand.worker().run_next())], hand.now)
+    hand.record(hand.engine.contain(hand.now))
+    assert len(hand.tokens(1)) == 2
+    hand.join()
+    hand.run()
+    hand.check(1)
+
+
 def test_the_cheap_law_is_checked_at_every_turn() -> None:
     hand = a_live_engine()
     hand.pool()._free.pop()
