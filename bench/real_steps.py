@@ -211,13 +211,14 @@ class Load:
         return self._spent(self._clocked, count, num_warm)
 
     def prompts(self, num_tokens: int, count: int) -> "Spent":
-        """Prompts one after the other, each in one step that also draws its only token; medians, in halves as well."""
+        """Prompts one after the other, each in one step that also draws its only token: so many as they serve, and as
+        many with their calls one by one; medians."""
 
         def prompt() -> tuple[float, dict[str, float]]:
             self.begin([num_tokens], num_outputs=1)
             return self._clocked()
 
-        return self._spent(prompt, count, num_warm=1)
+        return self._spent(prompt, 2 * count, num_warm=1)
 
     def _spent(self, clocked: Callable[[], tuple[float, dict[str, float]]], count: int, num_warm: int) -> "Spent":
         half = max(count // 2, 1)

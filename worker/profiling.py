@@ -1,8 +1,10 @@
-"""Traces of steps by torch's own profiler: what every operation of a step took, for chrome://tracing or Perfetto.
+"""Traces of steps by torch's own profiler: what a step's operations took, for chrome://tracing or Perfetto.
 
     --profile FOLDER    the first `num_steps` steps, then a file; another one each time that `asked` is set (SIGUSR2)
 
-Each step is one stretch of the trace, with its number; within it moves, prepare, forward and sample have their names.
+Each step is one stretch of the trace, with its number; within it move, prepare, forward and sample have their names.
+Own kernels of the CPU are no operations of torch's, and a recorded step (replays.py) asks for all of them at once: such
+a forward is one bar, whose parts bench/step.py tells.
 Between traces steps run as they would without. A profiler that fails is told of and given up; steps go on.
 """
 

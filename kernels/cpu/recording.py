@@ -36,6 +36,7 @@ from kilburn.kernels.cpu.arguments import (
     S_FUNCTION,
     S_IN,
     S_OUT,
+    WINDOW,
     Words,
     piece_bytes,
 )
@@ -113,7 +114,8 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """With the tensors that the step makes."""
+        """Of the table, of what threads work in, and of the tensors that the step makes; what cut units leave is not
+        among it, for contexts decide that."""
         return int(self._table.nbytes) + self._tape.scratch.num_bytes + self._loans.num_bytes
 
     def __call__(self, queries: Counts, contexts: Counts) -> Tensor:
@@ -134,13 +136,15 @@ class Recording:
         return self._out[:num_tokens]
 
     def _place_cuts(self, queries: Counts, contexts: Counts) -> None:
-        """Gives attention room for what the pieces of its units leave, for as many as there can be."""
+        """Gives attention room for what the pieces of its units leave, by the layer that cuts most (`survey`)."""
         if not len(self._attends):
             return
         words = self._table[self._attends]
         kv_heads, group = words[:, NUM_KV_HEADS].max(), words[:, GROUP]
-        is_cut = queries <= max(MAX_ROWS // int(group.min()), 1)
-        num_rows = int((queries * (np.maximum(contexts, 0) // CUT + 1))[is_cut].sum() * kv_heads * group.max())
+        first_cut = np.maximum(contexts - queries - words[:, WINDOW].max() + 1, 0) // CUT
+        num_cuts = -(-contexts // CUT) - first_cut
+        is_cut = (num_cuts > 1) & (queries <= max(MAX_ROWS // int(group.min()), 1))
+        num_rows = int((queries * num_cuts)[is_cut].sum() * kv_heads * group.max())
         pieces = self._rooms.pieces.address(num_rows * piece_bytes(int(words[:, HEAD_DIM].max())))
         self._table[self._attends, PIECES] = pieces
         self._table[self._attends, ARRIVALS] = self._rooms.arrivals.address(8 * len(queries) * int(kv_heads))

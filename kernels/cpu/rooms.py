@@ -1,9 +1,9 @@
 """Memory that kernels work in, kept from call to call; of a recording, for as long as it may be replayed.
 
-What is recorded has its addresses in the words of its launches, and so nothing that was handed out may move or be
-given back. Replays go one after another, and in a replay nobody comes to a launch before all that the one before it
-asked for is done. Who comes late finds no work, and has a place in `scratch` that is none of theirs who went on, for
-all of them came before it.
+What is recorded has its addresses in the words of its launches, and so what was handed out as `scratch` or lent to a
+tensor may not move or be given back. Pieces and arrivals may: they are placed anew before each replay. Replays go one
+after another, and in a replay nobody comes to a launch before all that the one before it asked for is done. Who comes
+late finds no work, and has a place in `scratch` that is none of theirs who went on, for all of them came before it.
 """
 
 from weakref import ReferenceType, ref

@@ -43,26 +43,54 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def executor_of(folder: Path, quantization: str) -> Executor:
+def executor_of(folder: Path, quantization: str, kv: str = "float32") -> Executor:
+    """`kv`: "block" and "static" are int8, by where its scales are."""
     loaded = load(folder, torch.float32, CPU, quantization=quantization)
     c, kernels = loaded.config, CpuKernels(torch_openmp())
-    layout = KVLayout(16, c.num_layers, c.num_kv_heads, c.head_dim, "float32")
-    cache = KVCache(layout, NUM_ROWS * BLOCKS, 0, CPU, kernels)
+    layout = KVLayout(16, c.num_layers, c.num_kv_heads, c.head_dim, "float32" if kv == "float32" else "int8")
+    layout = layout.with_scale_area() if kv == "block" else layout
+    scales = torch.linspace(0.01, 0.04, c.num_layers * 2 * c.num_kv_heads).view(c.num_layers, 2, c.num_kv_heads)
+    cache = KVCache(layout, NUM_ROWS * BLOCKS, 0, CPU, kernels, scales if kv == "static" else None)
     limits = Limits(NUM_ROWS, 1024, min(c.max_len, 16 * BLOCKS), 16, NUM_ROWS * BLOCKS, c.vocab_size)
     return executor_for(loaded, cache, limits, kernels, CPU)
 
 
-def written(executor: Executor, prompts: list[int], num_steps: int) -> list[list[int]]:
-    """What rows with prompts of these lengths draw, step by step."""
-    rows = list(range(len(prompts)))
-    greedy = Sampling(temperature=0.0)
+def plan_of(todo: dict[int, int], born: dict[int, int] | None = None) -> StepPlan:
+    """Rows that go on by so many positions, in this order, after some began with prompts of these lengths."""
     admits = [
-        Admit(row, 0, n, tuple(7 + (31 * i + row) % 90 for i in range(n)), (),
-              tuple(range(row * BLOCKS, (row + 1) * BLOCKS)), greedy)
-        for row, n in zip(rows, prompts, strict=True)
+        Admit(row, 0, n, tuple(7 + (31 * i + row + n) % 90 for i in range(n)), (),
+              tuple(range(row * BLOCKS, (row + 1) * BLOCKS)), Sampling(temperature=0.0, logprobs=2))
+        for row, n in (born or {}).items()
     ]  # fmt: skip
-    drawn = [executor.run(StepPlan(0, 1, rows, prompts, admits=admits)).tokens]
-    return drawn + [executor.run(StepPlan(0, step, rows, [1] * len(rows))).tokens for step in range(2, num_steps)]
+    return StepPlan(0, 1, [*todo], [*todo.values()], admits=admits)
+
+
+def prompts_and_decodes(prompts: list[int], num_steps: int) -> list[StepPlan]:
+    born = dict(enumerate(prompts))
+    return [plan_of(born, born), *[plan_of(dict.fromkeys(born, 1))] * (num_steps - 2)]
+
+
+# Chunks beside decodes; rows leave, and others take their places.
+MIXED = [
+    plan_of({0: 250, 1: 7}, {0: 300, 1: 7}),
+    plan_of({1: 1, 0: 20, 2: 97}, {2: 340}),
+    plan_of({2: 170, 0: 30, 1: 1}),
+    plan_of({2: 30, 0: 1}),
+    plan_of({1: 20, 2: 43, 0: 1}, {1: 20}),
+    plan_of({1: 1, 2: 1}),
+    plan_of({0: 259, 1: 1, 2: 1}, {0: 262}),
+    plan_of({2: 1, 0: 3, 1: 1}),
+    plan_of({1: 5, 0: 1, 2: 1}, {1: 5}),
+    plan_of({0: 1, 1: 1, 2: 1}),
+]
+
+
+def written(executor: Executor, plans: list[StepPlan]) -> list[object]:
+    """What rows draw, step by step, and how likely it was to the last bit."""
+    executor.clear()
+    results = [executor.run(plan) for plan in plans]
+    assert not any(result.failed for result in results)
+    return [(result.num_tokens, result.tokens, result.logprobs) for result in results]
 
 
 def counts(queries: int, context: int) -> tuple[Counts, Counts]:
@@ -70,19 +98,35 @@ def counts(queries: int, context: int) -> tuple[Counts, Counts]:
     return np.array([queries]), np.array([context])
 
 
-@pytest.mark.parametrize(("kind", "quantization"), [("smollm", "none"), ("smollm", "int8"), ("qwen3", "none")])
-def test_a_replay_says_what_the_launches_say(tmp_path: Path, two_threads: None, kind: str, quantization: str) -> None:
-    """Of prompts and of decodes, by one recording; also where contexts grow beyond a cut of attention."""
-    folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=SIZES)
-    executor = executor_of(folder, quantization)
+# With several KV heads; and with a window in all layers, or in the second alone.
+HEADS = SIZES | {"num_attention_heads": 6, "num_key_value_heads": 2, "sliding_window": 100}
+LATE = HEADS | {"use_sliding_window": True, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "quantization", "kv"),
+    [
+        ("smollm", SIZES, "none", "float32"),
+        ("smollm", SIZES, "int8", "float32"),
+        ("qwen3", SIZES, "none", "float32"),
+        ("mistral", HEADS, "none", "float32"),
+        ("mistral", HEADS, "none", "block"),
+        ("qwen2", LATE, "none", "static"),
+    ],
+)
+def test_a_replay_says_what_the_launches_say(
+    tmp_path: Path, two_threads: None, kind: str, overrides: dict[str, object], quantization: str, kv: str
+) -> None:
+    """Of prompts, of decodes and of both, by one recording; also where contexts grow beyond a cut of attention."""
+    folder = make_tiny(tmp_path, kind, with_tokenizer=False, overrides=overrides)
+    executor = executor_of(folder, quantization, kv)
     recorded = executor.runner.graphs
     assert recorded is not None, "every launch of the family is a kernel's"
-    for prompts in ([250], [40, 5], [3, 255, 17], [1, 1, 1], [360, 20]):
-        executor.clear()
-        got = written(executor, prompts, 12)
-        executor.clear()
+    alike = [prompts_and_decodes(prompts, 12) for prompts in ([250], [40, 5], [3, 255, 17], [1, 1, 1], [360, 20])]
+    for plans in (*alike, MIXED):
+        got = written(executor, plans)
         executor.runner.graphs = None
-        assert written(executor, prompts, 12) == got
+        assert written(executor, plans) == got
         executor.runner.graphs = recorded
 
 
@@ -154,4 +198,4 @@ def test_a_kernel_over_other_rows_than_the_steps_is_refused() -> None:
 def test_a_model_that_computes_by_itself_is_not_recorded(tmp_path: Path) -> None:
     executor = executor_of(make_tiny(tmp_path, "opt", with_tokenizer=False), "none")
     assert executor.runner.graphs is None
-    assert len(written(executor, [5], 4)[-1]) == 1
+    assert len(written(executor, prompts_and_decodes([5], 4))) == 3
