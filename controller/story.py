@@ -121,7 +121,7 @@ class Chronicle:
             self._over(record, End(self._clock(), how, message, is_fault=True))
 
     def note(self, effect: Effect, now: float) -> None:
-        """What the engine says of a request. Called for every token: keep it small."""
+        """What the engine says of requests. Called in every step: keep it small."""
         if type(effect) is Emit:
             for request_id, index, token in zip(effect.request_ids, effect.indices, effect.tokens, strict=True):
                 record = self._open.get(request_id)

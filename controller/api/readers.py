@@ -12,15 +12,16 @@ import fcntl
 import logging
 import sys
 import termios
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from kilburn.controller.api.looking import looking
+
 log = logging.getLogger("kilburn.api")
-LOOKS = 4  # within the time that is allowed
 
 
 @dataclass(slots=True)
@@ -59,23 +60,11 @@ class Readers:
         """Whoever is answered by this server, on whatever route, is watched while it runs."""
         if self._patience_s > 0.0:
             app.on_response_prepare.append(self._answered)
-            app.cleanup_ctx.append(self._while_serving)
+            app.cleanup_ctx.append(looking(self._patience_s, self.look))
 
     async def _answered(self, request: web.Request, response: web.StreamResponse) -> None:
         if (transport := request.transport) is not None:
             self._readings[transport] = _Reading(request.writer, 0, asyncio.get_running_loop().time())
-
-    async def _while_serving(self, app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.ensure_future(self._look_on())
-        yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-    async def _look_on(self) -> None:
-        while True:
-            await asyncio.sleep(self._patience_s / LOOKS)
-            self.look(asyncio.get_running_loop().time())
 
     def look(self, now: float) -> None:
         """What has become of each since it was last looked at."""

@@ -16,17 +16,17 @@ whole request keeps its connection; aiohttp closes it after an hour. A handshake
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import StreamReader, web
 from aiohttp.typedefs import Middleware
 
 from kilburn.controller.api.errors import ApiError, Handler
+from kilburn.controller.api.looking import looking
 from kilburn.controller.api.malformed import Connection
 
-LOOKS = 4  # within the time that is allowed
 STRIDE_BYTES = 1 << 14
 PARTS = ("nothing", "head", "body")  # what a connection had come to when it was given up
 
@@ -52,19 +52,7 @@ class Senders:
         """Whoever connects to this server is watched while it runs."""
         if self._patience_s > 0.0:
             runner.app.middlewares.append(self._middleware())  # the innermost: who comes as far as this may ask
-            runner.app.cleanup_ctx.append(lambda _: self._while_serving(runner))
-
-    async def _while_serving(self, runner: web.AppRunner) -> AsyncIterator[None]:
-        task = asyncio.ensure_future(self._look_on(runner))
-        yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-    async def _look_on(self, runner: web.AppRunner) -> None:
-        while True:
-            await asyncio.sleep(self._patience_s / LOOKS)
-            self.look(runner, asyncio.get_running_loop().time())
+            runner.app.cleanup_ctx.append(looking(self._patience_s, partial(self.look, runner)))
 
     def look(self, runner: web.AppRunner, now: float) -> None:
         """What has become of each since it was last looked at."""

@@ -90,7 +90,7 @@ class Record:
             seen.last_s = now
 
     def emitted_together(self, num_sequences: Mapping[int, int], times: Sequence[float]) -> None:
-        """As `emitted` at each of the times, for so many sequences of each request."""
+        """As `emitted_by` at each of the times, for so many sequences of each request."""
         gaps, num_alike = gaps_of(times), 0
         for request_id, count in num_sequences.items():
             self.emitted_by((request_id,) * count, times[0])

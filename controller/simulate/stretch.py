@@ -23,8 +23,6 @@ from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Load, Machine, steady
 from kilburn.shared.messages import StepPlan, StepResult, Timings
 
-OVER = -1  # the epoch of no life
-
 
 @dataclass(slots=True)
 class Under:
@@ -56,8 +54,7 @@ def runners(scheduler: Scheduler) -> list[Sequence]:
     for flight in flights:
         if flight.num_chunk_tokens or flight.num_moved or flight.sequences != sequences or flight.epochs != epochs:
             return []
-    running = [sequence for group in line.running for sequence in group.live]
-    if running != sequences or not all(_is_plain(sequence) for sequence in sequences):
+    if line.sequences != sequences or not all(_is_plain(sequence) for sequence in sequences):
         return []
     return sequences
 

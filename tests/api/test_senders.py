@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from kilburn.controller.api.errors import every_error
+from kilburn.controller.api.looking import looking
 from kilburn.controller.api.malformed import OPENING_BYTES
 from kilburn.controller.api.senders import STRIDE_BYTES, Senders
 from kilburn.controller.listening import listen, runner_of
@@ -187,6 +188,23 @@ async def test_whoever_left_in_the_moment_of_giving_up_does_not_end_the_watch(mo
         monkeypatch.setattr(type(connection.transport), "write_eof", not_connected)
         senders.look(runner, asyncio.get_running_loop().time() + 1.01 * PATIENCE_S)
         assert given_up == ["head"]
+
+
+async def test_a_fault_in_one_look_ends_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[float] = []
+
+    def look(now: float) -> None:
+        looks.append(now)
+        if len(looks) == 1:
+            raise RuntimeError("of our own")
+
+    app = web.Application()
+    app.cleanup_ctx.append(looking(0.01, look))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await until(lambda: len(looks) > 2)
+    await runner.cleanup()
+    assert caplog.messages == ["a look at the connections failed"]
 
 
 async def test_whoever_leaves_amid_a_body_is_no_fault_and_none_is_kept(caplog: pytest.LogCaptureFixture) -> None:
