@@ -252,10 +252,17 @@ def _jumping(loop: asyncio.AbstractEventLoop, by_s: float) -> None:
 
 
 async def controllers_clock_jumps(here: Place) -> None:
-    """As when its machine was asleep for an hour: everything is silent at once, and everything comes back."""
+    """As when its machine was asleep for an hour: everything is silent at once, and everything comes back.
+
+    The wire is still for a moment before: what had come by then and was not yet read would break the silence.
+    """
+    _, ended, _ = here.counts
+    here.wire.stall()
+    await asyncio.sleep(SILENCE_S / 4)
     _jumping(asyncio.get_running_loop(), 3600.0)
-    await asyncio.sleep(0)
-    await here.until(here.is_well, RECOVERY_S)
+    await here.until(lambda: here.counts[1] > ended, SILENCE_S + 2.0)
+    here.wire.flow()
+    await here.until(here.is_well)
 
 
 async def wall_clock_jumps(here: Place) -> None:
