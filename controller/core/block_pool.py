@@ -80,8 +80,9 @@ class BlockPool:
         self._free: deque[int] = deque(range(num_blocks) if order is None else order)
         self._cached: OrderedDict[int, float] = OrderedDict()  # since when; least recently used first
         self._quarantined: set[int] = set()
-        self._names: dict[int, Name] = {}
+        self._names: dict[int, bytes] = {}  # digests
         self._named: dict[bytes, int] = {}
+        self._contents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}  # parent and tokens, by digest
         self._was_shared: set[int] = set()
         self._num_owned = 0
         self._num_refs = 0
@@ -130,7 +131,8 @@ class BlockPool:
         return block in self._cached
 
     def name_of(self, block: int) -> Name | None:
-        return self._names.get(block)
+        digest = self._names.get(block)
+        return None if digest is None else Name(digest, *self._contents[digest])
 
     def find(self, digest: bytes) -> int | None:
         """The block with this name, which may be shared."""
@@ -239,8 +241,9 @@ class BlockPool:
             raise LawBroken(f"block {block} named, though nobody owns it")
         if name.digest in self._named or block in self._names:
             return False
-        self._names[block] = name
+        self._names[block] = name.digest
         self._named[name.digest] = block
+        self._contents[name.digest] = (name.parent, name.tokens)
         self.journal.publish(name.digest)
         return True
 
@@ -266,9 +269,9 @@ class BlockPool:
             self._quarantined.add(block)
 
     def _forget(self, block: int) -> None:
-        name = self._names.pop(block)
-        del self._named[name.digest]
-        self.journal.withdraw(name.digest)
+        digest = self._names.pop(block)
+        del self._named[digest], self._contents[digest]
+        self.journal.withdraw(digest)
 
     # --- laws
 
@@ -300,7 +303,7 @@ class BlockPool:
             raise LawBroken("a block is free twice")
         if not groups[1] <= self._names.keys() <= groups[1] | owned:
             raise LawBroken("a name on a block that is neither cached nor owned, or a cached block without one")
-        if {block: name.digest for block, name in self._names.items()} != {b: d for d, b in self._named.items()}:
+        if self._names != {b: d for d, b in self._named.items()}:
             raise LawBroken("names and blocks do not agree")
         if sum(holders) != self._num_refs:
             raise LawBroken(f"{sum(holders)} table entries, counted {self._num_refs}")

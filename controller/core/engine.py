@@ -48,7 +48,7 @@ from kilburn.controller.core.limits import Limit
 from kilburn.controller.core.memory import Memory
 from kilburn.controller.core.pinning import Pinning
 from kilburn.controller.core.placement import can_move
-from kilburn.controller.core.prefix_index import Hasher
+from kilburn.controller.core.prefix_index import Hasher, PrefixIndex
 from kilburn.controller.core.ranks import Muster, RanksDisagree
 from kilburn.controller.core.requests import Requests
 from kilburn.controller.core.scheduler import Scheduler
@@ -82,10 +82,10 @@ class Engine:
         self,
         settings: EngineSettings,
         new_pool: Callable[[int], BlockPool] = BlockPool,
-        new_hasher: Callable[[bytes, int], Hasher] = BlockHasher,
+        new_index: Callable[[BlockPool, Hasher, int], PrefixIndex] = PrefixIndex,
     ) -> None:
         self.settings = settings
-        self._new_pool, self._new_hasher = new_pool, new_hasher
+        self._new_pool, self._new_index = new_pool, new_index
         self._homes: dict[bytes, Home] = {}  # by rank 0
         self._leads: dict[bytes, bytes] = {}  # of every other rank: rank 0
         self._muster = Muster()
@@ -266,8 +266,8 @@ class Engine:
         settings = self.settings
         lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now, boots)
         pool = self._new_pool(hello.num_blocks)
-        hasher = self._new_hasher(hello.model_digest, hello.layout.block_size)
-        memory = Memory(pool, BlockPool(hello.num_host_blocks), hasher, hello.layout.block_size)
+        size, host = hello.layout.block_size, self._new_pool(hello.num_host_blocks)
+        memory = Memory(pool, host, BlockHasher(hello.model_digest, size), size, self._new_index)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
         scheduler = Scheduler(hello, memory, lease.id, *policies, self.requests.fairness, settings.prepare_s)

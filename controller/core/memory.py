@@ -13,7 +13,7 @@ block on the device. A block that sequences share has one host copy. Host blocks
 device pool: where they would, the group is recomputed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kilburn.controller.core.block_pool import BlockPool, Name, NameJournal
@@ -70,10 +70,17 @@ class Restore:
 class Memory:
     """See the file's head."""
 
-    def __init__(self, device: BlockPool, host: BlockPool, hasher: Hasher, block_size: int) -> None:
+    def __init__(
+        self,
+        device: BlockPool,
+        host: BlockPool,
+        hasher: Hasher,
+        block_size: int,
+        new_index: Callable[[BlockPool, Hasher, int], PrefixIndex] = PrefixIndex,
+    ) -> None:
         self.device, self.host, self.block_size = device, host, block_size
-        self.index = PrefixIndex(device, hasher, block_size)
-        self._host_index = PrefixIndex(host, hasher, block_size)
+        self.index = new_index(device, hasher, block_size)
+        self._host_index = new_index(host, hasher, block_size)
         self._origins: dict[int, tuple[Tier, int, int]] = {}  # device block -> (tier, block, step) that filled it
         self.num_saved = 0  # evicted blocks that went to the host
         self.num_host_hits = 0  # blocks that came back by their name

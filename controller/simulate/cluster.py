@@ -35,7 +35,7 @@ from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate import light
 from kilburn.controller.simulate import stretch as stretches
 from kilburn.controller.simulate.gates import Gate
-from kilburn.controller.simulate.quick import QuickHasher, QuickPool, QuickWorker
+from kilburn.controller.simulate.quick import QuickIndex, QuickPool, QuickWorker
 from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.roofline import Machine
 from kilburn.controller.simulate.stretch import Under
@@ -86,7 +86,7 @@ class Cluster:
         steps_each: bool = False,
     ) -> None:
         """`steps_each`: every step is a turn of the engine as it serves, though several could be taken at once."""
-        self.engine = Engine(settings) if steps_each else Engine(settings, QuickPool, QuickHasher)
+        self.engine = Engine(settings) if steps_each else Engine(settings, QuickPool, QuickIndex)
         self.record, self.gate = record, gate
         self.num_steps = self.num_sequence_steps = self._num_sent = 0
         self._workers = {worker.peer: worker for worker in workers}

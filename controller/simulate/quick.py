@@ -8,10 +8,12 @@ language models have it; there, every beam goes on. Nothing depends on anything 
 
 from collections.abc import Iterable, Sequence
 from random import Random
-from struct import Struct
+from typing import Any, cast
 
 from kilburn.controller.core.block_pool import BlockPool, Name
+from kilburn.controller.core.prefix_index import PrefixIndex, Salt
 from kilburn.controller.simulate.roofline import Load
+from kilburn.shared.digest import ROOT
 from kilburn.shared.messages import RowLogprobs, StepPlan, StepResult
 from kilburn.shared.sampling import Candidates
 from kilburn.shared.types import LawBroken
@@ -111,28 +113,65 @@ class QuickWorker:
         result.logprobs = (*result.logprobs, RowLogprobs(index, 1, tuple(ids), tuple(logprobs)))
 
 
-class QuickHasher:
-    """Names of blocks that are told apart as surely as need be in one process, at a fifth of a real one's seconds."""
+class QuickIndex(PrefixIndex):
+    """Names that are counted on, where blocks of one and the same token follow each other, as most here do.
 
-    def __init__(self, model_digest: bytes, block_size: int) -> None:
-        pass
+        tokens   [ a a a a ][ a a a a ][ a a a a ][ a b b b ][ b b b b ][ b b b b ]
+        names      h(root,     + 1        + 2       h(.., ab)  h(.., bb)   + 1
 
-    def digest(self, parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes:
-        return _PACKED(hash((parent, tuple(tokens), salt)))
+    Like real ones, a function of a block's tokens and of all before it; unlike these, told apart in one process only.
+    They are numbers, which nobody else notices.
+    """
 
+    def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int, salt: Salt) -> None:
+        size, names = self._block_size, cast(list[Any], chain)
+        salted = salt.after // size if salt.value else -1
+        while len(names) < num_blocks:
+            i = len(names)
+            block = tokens[i * size : (i + 1) * size]
+            if i != salted and i and block == tokens[(i - 1) * size : i * size] and block.count(block[0]) == size:
+                end = num_blocks if salted < i else min(num_blocks, salted)
+                names.extend(range(names[-1] + 1, names[-1] + 1 + self._num_alike(block[0], tokens, i, end)))
+            else:
+                names.append(hash((names[-1] if i else ROOT, tuple(block), salt.value if i == salted else b"")))
 
-_PACKED = Struct("<q").pack
+    def _num_alike(self, token: int, tokens: Sequence[int], start: int, end: int) -> int:
+        """How many blocks from number `start` on are of this token alone, of which the first one is."""
+        size, at, width, grows = self._block_size, start + 1, 32, True
+        while width and at < end:
+            ahead = tokens[at * size : min(at + width, end) * size]
+            is_alike = ahead.count(token) == len(ahead)
+            at += len(ahead) // size if is_alike else 0
+            grows = grows and is_alike
+            width = 2 * width if grows else width // 2
+        return at - start
+
+    def find(self, chain: list[bytes], i: int, tokens: Sequence[int]) -> int | None:
+        return self._pool.find(chain[i])
+
+    def publish(self, chain: list[bytes], tokens: Sequence[int], blocks: Sequence[int], first: int, salt: Salt) -> None:
+        self.extend(chain, tokens, len(blocks), salt)
+        cast(QuickPool, self._pool).publish_all(blocks[first:], chain[first : len(blocks)])
 
 
 class QuickPool(BlockPool):
-    """The pool, with a loop where it has a call for each block; and it gives no hints on names, which nobody reads."""
+    """The pool, with loops of its own where it has a call for each block.
+
+    It gives no hints on names, which nobody reads, and does not keep what they stand for: QuickIndex does not ask.
+    """
+
+    def name_of(self, block: int) -> Name | None:
+        digest = self._names.get(block)
+        return None if digest is None else Name(digest, ROOT, ())
 
     def take(self, num_blocks: int, step: int) -> list[int]:
         if num_blocks > self.num_available:
             raise LawBroken(f"{num_blocks} blocks taken of {self.num_available}: num_available was not asked")
         free, refs, taken_at, born_s, now = self._free, self._refs, self._taken_at, self._born_s, self.now
         num_free = min(num_blocks, len(free))
-        taken = [free.popleft() for _ in range(num_free)] + self._evict_all(num_blocks - num_free)
+        taken = [free.popleft() for _ in range(num_free)]
+        if num_free < num_blocks:
+            taken += self._evict_all(num_blocks - num_free)
         for block in taken:
             refs[block], taken_at[block], born_s[block] = 1, step, now
         if self._was_shared:
@@ -142,17 +181,14 @@ class QuickPool(BlockPool):
         return taken
 
     def _evict_all(self, num_blocks: int) -> list[int]:
-        cached, names, named, evicted = self._cached, self._names, self._named, list[int]()
-        lifetimes_s, idle_s = list[float](), list[float]()
-        for _ in range(num_blocks):
-            block, idle_since_s = cached.popitem(last=False)
-            del named[names.pop(block).digest]
-            lifetimes_s.append(self.now - self._born_s[block])
-            idle_s.append(self.now - idle_since_s)
-            evicted.append(block)
+        popitem, forget, named, born_s, now = self._cached.popitem, self._names.pop, self._named, self._born_s, self.now
+        gone = [popitem(last=False) for _ in range(num_blocks)]
+        evicted = [block for block, _ in gone]
+        for block in evicted:
+            del named[forget(block)]
         self.num_evictions += num_blocks
-        self.lifetimes_s.observe_each(lifetimes_s)
-        self.idle_s.observe_each(idle_s)
+        self.lifetimes_s.observe_each([now - born_s[block] for block in evicted])
+        self.idle_s.observe_each([now - since_s for _, since_s in gone])
         return evicted
 
     def drop(self, blocks: Sequence[int]) -> None:
@@ -175,13 +211,19 @@ class QuickPool(BlockPool):
         self._num_shared -= num_single
 
     def publish(self, block: int, name: Name) -> bool:
-        if not self._refs[block]:
-            raise LawBroken(f"block {block} named, though nobody owns it")
-        if name.digest in self._named or block in self._names:
-            return False
-        self._names[block] = name
-        self._named[name.digest] = block
-        return True
+        num_names = len(self._named)
+        self.publish_all([block], [name.digest])
+        return len(self._named) > num_names
+
+    def publish_all(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """As `publish`, of several."""
+        names, named, refs = self._names, self._named, self._refs
+        for block, digest in zip(blocks, digests, strict=True):
+            if not refs[block]:
+                raise LawBroken(f"block {block} named, though nobody owns it")
+            if digest not in named and block not in names:
+                names[block] = digest
+                named[digest] = block
 
     def _forget(self, block: int) -> None:
-        del self._named[self._names.pop(block).digest]
+        del self._named[self._names.pop(block)]

@@ -73,8 +73,6 @@ def state_of(engine: Engine, peers: list[bytes]) -> list[Any]:
         pool = scheduler.pool
         found.append([pool.refs(block) for block in range(pool.num_blocks)])
         found.append([pool.held_since(block) for block in range(pool.num_blocks)])
-        # Names themselves are others where they are quickly made; what is named is not.
-        found.append([name and name.tokens for name in map(pool.name_of, range(pool.num_blocks))])
         found.append([pool.next_evicted(pool.num_available), pool.lifetimes_s.spread(), pool.idle_s.spread()])
         found.append([scheduler.counters, scheduler.sizes.rows.spread(), scheduler.sizes.positions.spread()])
         found.append([scheduler.sizes.budget_use.spread(), scheduler.sizes.flight_s.spread(), scheduler.last_step])
@@ -82,6 +80,14 @@ def state_of(engine: Engine, peers: list[bytes]) -> list[Any]:
         found.append([scheduler.costs.move_s_per_block, scheduler.costs.compute_s_per_token, scheduler.last_commit_at])
         found.append(scheduler.costs.chunk_s(1, 1.0))
     return found
+
+
+def names_of(cluster: Cluster, peers: list[bytes]) -> list[bytes | None]:
+    """What every block of every pool is known by, on both tiers."""
+    homes = [home for peer in peers if (home := cluster.engine.home(peer)) is not None]
+    pools = [pool for home in homes for pool in (home.scheduler.memory.device, home.scheduler.memory.host)]
+    found = [pool.name_of(block) for pool in pools for block in range(pool.num_blocks)]
+    return [None if name is None else name.digest for name in found]
 
 
 @pytest.mark.parametrize("name", SETUPS)
@@ -103,11 +109,15 @@ def test_stretches_make_no_difference(name: str) -> None:
     # Each is stopped at the same moments, most of them in the middle of something.
     requests = [submits(asked, setup.decoding) for _ in range(2)]
     stops = [0.2, 0.5, 0.55, 1.0, 1.3]
+    names: set[tuple[bytes | None, bytes | None]] = set()
     for until_s in (*stops, 1e9):
         for cluster, coming in zip((quick, slow), requests, strict=True):
             cluster.run(coming, until_s)
             cluster.engine.validate()
         assert state_of(quick.engine, peers) == state_of(slow.engine, peers), until_s
+        # Names are others where they are quickly made: each stands for one real one, and that for no other.
+        names |= set(zip(names_of(quick, peers), names_of(slow, peers), strict=True))
+        assert len(names) == len({quickly for quickly, _ in names}) == len({really for _, really in names})
         assert (quick.num_steps, quick.num_sequence_steps) == (slow.num_steps, slow.num_sequence_steps)
         assert quick.record.seen == slow.record.seen
         assert quick.record.gaps == slow.record.gaps
