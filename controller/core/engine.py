@@ -266,7 +266,7 @@ class Engine:
         settings = self.settings
         lease = Lease(self._leases_began, peers, hello, settings.beat_s, settings.silence_s, now, boots)
         pool = self._new_pool(hello.num_blocks)
-        size, host = hello.layout.block_size, self._new_pool(hello.num_host_blocks)
+        size, host = hello.layout.block_size, BlockPool(hello.num_host_blocks)
         memory = Memory(pool, host, BlockHasher(hello.model_digest, size), size, self._new_index)
         memory.at(now)
         policies = (settings.max_step_tokens, settings.preemption, settings.prefix_wait_steps, settings.step_target_s)
