@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +25,7 @@ import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.chaos_proxy import Wire
+from bench.ports import free_port
 
 PR_SET_PDEATHSIG = 1
 RESTART_S = 0.3
@@ -37,13 +37,6 @@ WORKER_FLAGS = (
     *("--num-blocks=192", "--host-pool=4MiB", "--verify-swap"),
 )
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @dataclass(eq=False, slots=True)

@@ -25,6 +25,7 @@ import msgpack
 import zmq
 from aiohttp import web
 
+from bench.ports import free_port
 from kilburn.shared.codec import encode
 from kilburn.shared.messages import Beat
 from tests.system.redis_server import RedisServer
@@ -91,12 +92,6 @@ class Watched:
             except subprocess.TimeoutExpired:
                 process.kill()
         self._log.close()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 class Fickle:

@@ -2,13 +2,14 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+
+from bench.ports import free_port
 
 SETTINGS = Path(__file__).parents[2] / "prometheus"
 RATE_INTERVAL = "5s"  # what stands for $__rate_interval at a scrape each second
@@ -32,9 +33,7 @@ class PrometheusServer:
         settings = settings.replace("targets: []", f'targets: ["{gateway.removeprefix("http://")}"]')
         (folder / "prometheus.yml").write_text(settings)
         shutil.copy(SETTINGS / "alerts.yml", folder / "alerts.yml")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://127.0.0.1:{free_port()}"
 
     def __enter__(self) -> "PrometheusServer":
         listen = self.url.removeprefix("http://")
@@ -43,7 +42,7 @@ class PrometheusServer:
             self._process = subprocess.Popen(
                 [binary("prometheus"), *words, f"--web.listen-address={listen}"], stdout=log, stderr=log
             )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while True:
             try:
                 if httpx.get(f"{self.url}/-/ready", timeout=5).status_code == 200:

@@ -3,12 +3,13 @@
 import importlib.util
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import redis
+
+from bench.ports import free_port
 
 PASSWORD = "open-sesame"
 
@@ -29,9 +30,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://:{PASSWORD}@127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
@@ -40,7 +39,7 @@ class RedisServer:
             self._process = subprocess.Popen(
                 [binary(), *options, "--dir", str(self._folder)], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             try:
                 self.client().ping()

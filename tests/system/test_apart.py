@@ -4,6 +4,7 @@ What a client was told must have come over that line: the frames are captured, a
 are the tokens of the answer. With CURVE the same line carries nothing that can be read.
 """
 
+import re
 import socket
 import struct
 import subprocess
@@ -82,11 +83,6 @@ def frames(kept: bytes) -> Iterator[bytes]:
         at = end
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def started(log: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
@@ -126,21 +122,20 @@ def text_of(tokens: list[int], address: str) -> str:
 def apart(folder: Path, keys: list[str], num_ranks: int = 1) -> Iterator[tuple[str, Tap]]:
     """The address of a controller whose worker is connected through a tap."""
     model = str(make_tiny(folder / "tiny", "llama"))
-    rest, wire = free_port(), free_port()
-    address = f"http://127.0.0.1:{rest}"
     with ExitStack() as stack:
         log = folder / "controller.log"
-        words = ["controller", model, f"--port={rest}", f"--bind=tcp://127.0.0.1:{wire}", *keys]
+        words = ["controller", model, "--port=0", "--bind=tcp://127.0.0.1:0", *keys]
         controller = stack.enter_context(started(log, *words))
-        wait_for(lambda: "workers connect to" in log.read_text(), log)  # it is bound
-        tap = Tap(wire)
+        told = re.compile(r"REST at (\S+), workers connect to tcp://127\.0\.0\.1:(\d+)\n")
+        wait_for(lambda: told.search(log.read_text()) is not None, log)  # it is bound
+        address, wire = told.findall(log.read_text())[0]
+        tap = Tap(int(wire))
         stack.callback(tap.close)
         words = ["worker", model, f"--connect=tcp://127.0.0.1:{tap.port}", "--name=far", *TINY_FLAGS, *keys]
         words.append(f"--tp={num_ranks}")
         worker = stack.enter_context(started(folder / "worker.log", *words))
         assert controller.pid != worker.pid
         yield address, tap
-        assert f"REST at {address}, workers connect to tcp://127.0.0.1:{wire}" in log.read_text()
 
 
 def test_what_a_client_is_told_came_over_the_line(tmp_path: Path) -> None:

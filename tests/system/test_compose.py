@@ -27,6 +27,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from bench.ports import free_port
 from kilburn.controller.auth import Role, Tenant, read_keys
 from kilburn.controller.provision import run_provision
 from kilburn.shared.config import ProvisionSettings
@@ -34,7 +35,6 @@ from kilburn.shared.model_files import cache_root
 from tests.api.vocabularies import write_folder
 from tests.architecture.test_packaging import plain
 from tests.system.redis_server import binary
-from tests.system.test_apart import free_port
 
 ROOT = Path(__file__).parents[2]
 MB = 1_000_000
