@@ -36,6 +36,7 @@ from tests.api.vocabularies import write_folder
 
 BEAT_S, SILENCE_S = 0.1, 0.8
 AWAY_S = 3 * SILENCE_S
+LONG_SILENCE_S = 8.0  # where nobody is to be silent for too long, however busy the machine is
 RECOVERY_S = 20.0  # for a stream to go on once the network is whole: reconnecting, Hello, and a busy machine
 STEP_S = 0.01
 ASKED = {"prompt": "hello world, the quick brown fox", "max_tokens": 90, "temperature": 0, "ignore_eos": True}
@@ -160,11 +161,11 @@ class Place:
 
 
 @asynccontextmanager
-async def place(is_namespace: bool) -> AsyncIterator[Place]:
+async def place(is_namespace: bool, silence_s: float = SILENCE_S) -> AsyncIterator[Place]:
     with tempfile.TemporaryDirectory() as folder:
         write_folder(Path(folder))
         settings = ControllerSettings(
-            model=folder, port=0, bind="tcp://127.0.0.1:0", beat_seconds=BEAT_S, silence_seconds=SILENCE_S
+            model=folder, port=0, bind="tcp://127.0.0.1:0", beat_seconds=BEAT_S, silence_seconds=silence_s
         )
         async with (
             running_controller(settings) as running,
@@ -191,9 +192,9 @@ async def partition(here: Place) -> None:
     _, ended, _ = here.counts
     begun = time.monotonic()
     here.part()
-    await here.until(lambda: here.counts[1] > ended, SILENCE_S + 2.0)
+    await here.until(lambda: here.counts[1] > ended)
     noticed_s = time.monotonic() - begun
-    if noticed_s < SILENCE_S / 2:
+    if noticed_s < SILENCE_S / 4:  # what was heard last may be some beats old
         raise AssertionError(f"noticed after {noticed_s} s: that was no silence")
     await asyncio.sleep(AWAY_S - SILENCE_S)
     here.heal()
@@ -260,7 +261,7 @@ async def controllers_clock_jumps(here: Place) -> None:
     here.wire.stall()
     await asyncio.sleep(SILENCE_S / 4)
     _jumping(asyncio.get_running_loop(), 3600.0)
-    await here.until(lambda: here.counts[1] > ended, SILENCE_S + 2.0)
+    await here.until(lambda: here.counts[1] > ended)
     here.wire.flow()
     await here.until(here.is_well)
 
@@ -280,13 +281,17 @@ SCENARIOS: dict[str, Callable[[Place], Awaitable[None]]] = {
 }
 
 
+UNNOTICED = frozenset({"blip", "delay", "wall_clock_jumps"})
+
+
 async def play(name: str, is_namespace: bool = False) -> dict[str, Any]:
-    async with place(is_namespace) as here:
+    async with place(is_namespace, LONG_SILENCE_S if name in UNNOTICED else SILENCE_S) as here:
         expected = await here.text()
         before = here.counts
         begun = time.monotonic()
         said = await here.text(lambda: SCENARIOS[name](here))
         taken_s = time.monotonic() - begun
+        await here.until(here.is_well)  # a lease may have ended after the stream, and the next not yet have begun
         began, ended, stale = (now - then for now, then in zip(here.counts, before, strict=True))
         return {
             "is_equal": said == expected and len(expected) > 20,
