@@ -128,21 +128,24 @@ async def test_a_worker_that_is_rejected_changes_nothing(tmp_path: Path) -> None
         assert (world.driver.vocab_size, world.driver.model_digest) == known
 
 
+async def read_of(world: World, body: dict[str, Any]) -> str:
+    async with world.session.post(world.url + COMPLETION, json=body) as response:
+        return await response.text()
+
+
 async def test_a_bad_row_fails_one_request_only(tmp_path: Path) -> None:
-    async with served(tmp_path, delay_s=0.005) as world:
-        good = asyncio.ensure_future(world.post(COMPLETION, {"prompt": "x", "max_tokens": 40}))
-        await world.until(lambda: world.daemon.steps > 3)
-        lines: list[bytes] = []
-        async with world.session.post(
-            world.url + COMPLETION, json={"prompt": "y", "max_tokens": 40, "stream": True}
-        ) as bad:
-            lines.append(await bad.content.readline())
-            world.daemon.bad_rows = lambda plan: (1,) if 1 in plan.rows else ()
-            lines += [line async for line in bad.content if line.startswith(b"data: ")]
-        world.daemon.bad_rows = lambda plan: ()
-        error, end = json.loads(lines[-2][6:]), lines[-1]
+    async with served(tmp_path) as world:
+        with world.held():  # until both have their rows, in this order
+            good = asyncio.ensure_future(world.post(COMPLETION, {"prompt": "x", "max_tokens": 40}))
+            await world.until(lambda: world.driver.engine.snapshot().requests == 1)
+            bad = asyncio.ensure_future(read_of(world, {"prompt": "y", "max_tokens": 40, "stream": True}))
+            await world.until(lambda: world.driver.engine.snapshot().requests == 2)
+            world.daemon.bad_rows = lambda plan: (1,) if 1 in plan.rows and world.daemon.steps > 9 else ()
+        lines = [line for line in (await bad).split("\n") if line.startswith("data: ")]
+        first, error, end = json.loads(lines[0][6:]), json.loads(lines[-2][6:]), lines[-1]
+        assert text_after(40).startswith(first["choices"][0]["text"])
         assert error["error"]["code"] == "request_failed"
-        assert end == b"data: [DONE]\n"
+        assert end == "data: [DONE]"
         assert (await good)[1]["choices"][0]["text"] == text_after(40)
         world.daemon.bad_rows = lambda plan: tuple(plan.rows)
         status, whole = await world.post(COMPLETION, {"prompt": "z", "max_tokens": 4})
@@ -166,10 +169,15 @@ async def test_no_worker_is_a_503_in_time_and_health_says_why(tmp_path: Path) ->
 
 
 async def test_queue_full_is_a_429(tmp_path: Path) -> None:
-    async with served(tmp_path, delay_s=0.01, worker={"max_rows": 1}, settings={"max_waiting": 2}) as world:
+    async with served(tmp_path, worker={"max_rows": 1}, settings={"max_waiting": 2}) as world:
         body = {"prompt": "x", "max_tokens": 30}
-        answers = await asyncio.gather(*(world.post(COMPLETION, body) for _ in range(12)))
-        assert {status for status, _ in answers} == {200, 429}
+        with world.held():  # one runs, two wait, and all others are told so meanwhile
+            asked = [asyncio.ensure_future(world.post(COMPLETION, body))]
+            await world.until(lambda: world.owned_blocks() > 0)
+            asked += [asyncio.ensure_future(world.post(COMPLETION, body)) for _ in range(11)]
+            await world.until(lambda: sum(answer.done() for answer in asked) == 9)
+        answers = await asyncio.gather(*asked)
+        assert sorted(status for status, _ in answers) == [200] * 3 + [429] * 9
         assert {whole["error"]["code"] for status, whole in answers if status == 429} == {"queue_full"}
         assert all(whole["choices"][0]["text"] == text_after(30) for status, whole in answers if status == 200)
         status, wide = await world.post(COMPLETION, {**body, "n": 2})
@@ -218,7 +226,7 @@ async def test_a_signal_drains_and_a_second_one_hurries(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             assert await answer == (200 if num_signals == 1 else 503)
             await controller
-            await asyncio.wait_for(worker, 5.0)  # it was told to leave, and left
+            await asyncio.wait_for(worker, 30.0)  # it was told to leave, and left
 
 
 async def test_a_drain_that_takes_too_long_is_cut_short_with_an_error(tmp_path: Path) -> None:

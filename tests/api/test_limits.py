@@ -27,10 +27,16 @@ async def asked(world: World, body: dict[str, Any]) -> tuple[int, dict[str, Any]
 
 async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
     settings = {"max_waiting_tokens": 4}
-    async with served(tmp_path, delay_s=0.01, worker={"max_rows": 1}, settings=settings) as world:
-        answers = await asyncio.gather(*(asked(world, {"prompt": [5, 6, 7], "max_tokens": 20}) for _ in range(6)))
+    async with served(tmp_path, worker={"max_rows": 1}, settings=settings) as world:
+        with world.held():  # one runs, one waits, and there is no room for another's three tokens
+            body = {"prompt": [5, 6, 7], "max_tokens": 20}
+            asking = [asyncio.ensure_future(asked(world, body))]
+            await world.until(lambda: world.owned_blocks() > 0)
+            asking += [asyncio.ensure_future(asked(world, body)) for _ in range(5)]
+            await world.until(lambda: sum(answer.done() for answer in asking) == 4)
+        answers = await asyncio.gather(*asking)
         refused = [(whole["error"], after) for status, whole, after in answers if status == 429]
-        assert refused
+        assert len(refused) == 4
         for error, after in refused:
             assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
             assert 1 <= int(after) <= 600

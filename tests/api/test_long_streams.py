@@ -47,7 +47,7 @@ async def unread(url: str, body: dict[str, Any]) -> AsyncIterator[socket.socket]
         head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(sock, head.encode())
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             while not any(_is_of(transport, sock) for transport in loop._transports.values()):
                 await asyncio.sleep(0.005)
         (server,) = [transport for transport in loop._transports.values() if _is_of(transport, sock)]

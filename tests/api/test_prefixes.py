@@ -32,7 +32,7 @@ async def pinned(world: World, body: dict[str, Any], key: str = "") -> dict[str,
     """Registers a prefix and waits until it is held."""
     status, about = await call(world, "POST", PATH, body, key)
     assert status == 201, about
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while about["state"] != "ready":
             await asyncio.sleep(0.005)
             _, about = await call(world, "GET", f"{PATH}/{body['name']}", None, key)

@@ -49,7 +49,7 @@ async def asked(readers: Readers, *, is_stream: bool) -> AsyncIterator[socket.so
         with contextlib.closing(sock):
             await loop.sock_connect(sock, runner.addresses[0])
             await loop.sock_sendall(sock, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 while not readers.num_waiting:
                     await asyncio.sleep(0.005)
             yield sock

@@ -61,7 +61,10 @@ async def pressed(folder: Path, way: str, **more: Any) -> AsyncIterator[tuple[Wo
             world.post(PATH, {**BODY, "prompt": f"{i} {CANARY}"}, headers={**TRACEPARENT, "X-Request-Id": f"mine/{i}"})
             for i in range(4)
         ]
-        answers = await asyncio.gather(*posts)
+        with world.held():  # until all four are there, so that none has ended before another comes
+            asked = [asyncio.ensure_future(post) for post in posts]
+            await world.until(lambda: world.driver.engine.snapshot().requests == 4)
+        answers = await asyncio.gather(*asked)
         assert [(status, whole["choices"][0]["text"]) for status, whole in answers] == [(200, text_after(70))] * 4
         told = []
         for _, whole in answers:

@@ -51,7 +51,8 @@ async def test_an_answer_says_where_its_time_went(tmp_path: Path) -> None:
                 abs=1e-3,
             )
             assert (told["cached_tokens"] > 0) == (path in (RESPONSES, MESSAGES)), "what the chat has computed"
-            assert told["decode"] >= 9 * 0.004 * 0.9, "nine steps behind the first"
+            # On a busy machine a result may be read late, and the next one right behind it.
+            assert told["decode"] >= 7 * 0.004, "nine steps behind the first"
             assert told["prefill"] >= 0.004 * 0.9
             assert told["swap"] == 0.0
             taken_s = asyncio.get_running_loop().time() - begun
@@ -94,7 +95,10 @@ async def test_preemptions_and_swaps_are_told(tmp_path: Path) -> None:
     async with served(tmp_path, delay_s=0.002, worker=worker, settings={"preemption": "swap"}) as world:
         body = {"max_tokens": 70, "timings": True}
         posts = [post(world, COMPLETION, {**body, "prompt": f"{i} of four"}) for i in range(4)]
-        told = [whole["timings"] for whole, _ in await asyncio.gather(*posts)]
+        with world.held():
+            asked = [asyncio.ensure_future(one) for one in posts]
+            await world.until(lambda: world.driver.engine.snapshot().requests == 4)
+        told = [whole["timings"] for whole, _ in await asyncio.gather(*asked)]
         (group,) = world.driver.engine.snapshot().groups
         assert sum(timings["preemptions"] for timings in told) == group.preempted_by_swap > 0
         assert sum(timings["swap"] for timings in told) > 0.0

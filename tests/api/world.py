@@ -5,13 +5,14 @@ and every difference is the edge's. On the way out the world checks that nothing
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import zmq.asyncio
 from opentelemetry.sdk.trace.export import SpanExporter
 from tokenizers import Tokenizer
 
@@ -22,6 +23,7 @@ from kilburn.controller.simulate.fake_daemon import FakeDaemon, fake_hello
 from kilburn.controller.simulate.fake_worker import Chooser
 from kilburn.controller.text import Text
 from kilburn.shared.config import ControllerSettings
+from kilburn.shared.messages import StepPlan
 from tests.api.vocabularies import byte_level_json, write_folder
 
 VOCAB = 330
@@ -35,10 +37,21 @@ def ids_of(text: str) -> list[int]:
     return ids
 
 
+@dataclass(slots=True)
+class Worker(FakeDaemon):
+    """One that can be held: it is heard, and answers no plan before it goes on."""
+
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _answer(self, socket: zmq.asyncio.Socket, plan: StepPlan) -> None:
+        await self.goes_on.wait()
+        await FakeDaemon._answer(self, socket, plan)
+
+
 @dataclass
 class World:
     running: Running
-    daemon: FakeDaemon
+    daemon: Worker
     session: aiohttp.ClientSession
 
     @property
@@ -61,11 +74,20 @@ class World:
         while not self.running.is_ready():
             await asyncio.sleep(0.005)
 
-    async def until(self, holds: Callable[[], bool], within_s: float = 5.0) -> None:
+    async def until(self, holds: Callable[[], bool], within_s: float = 60.0) -> None:
         """Fails where it does not come true in time."""
         async with asyncio.timeout(within_s):
             while not holds():
                 await asyncio.sleep(0.005)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step ends while this lasts: what is asked meanwhile finds the worker as it is now."""
+        self.daemon.goes_on.clear()
+        try:
+            yield
+        finally:
+            self.daemon.goes_on.set()
 
     def owned_blocks(self) -> int:
         return sum(group.owned_blocks for group in self.driver.engine.snapshot().groups)
@@ -93,12 +115,13 @@ async def served(
     words = ids_of(SPOKEN) if script is None else script
     async with running_controller(replace(wanted, **(settings or {})), exporter) as running:
         hello = fake_hello(**({"vocab_size": VOCAB, "max_len": 256, "num_blocks": 512} | (worker or {})))
-        daemon = FakeDaemon(
+        daemon = Worker(
             running.endpoint,
             hello,
             delay_s,
             choose=choose or (lambda row, stream: words[(len(row.tokens) - row.num_prompt) % len(words)]),
         )
+        daemon.goes_on.set()
         task = asyncio.create_task(daemon.run())
         try:
             async with aiohttp.ClientSession() as session:
