@@ -39,7 +39,7 @@ class Fleet(Roster):
     async def working(self, member: Member) -> AsyncIterator[None]:
         """For as long as a member works on a request. Raises Lost when it is found to be lost."""
         scope = asyncio.timeout(None)
-        number = self.begins(member, lambda: scope.reschedule(_now()))
+        number = self.begins(member, lambda: scope.reschedule(_now()), _now())
         try:
             async with scope:
                 yield

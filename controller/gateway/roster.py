@@ -4,9 +4,11 @@
     registry ---------+--> Member <-- what it says   among equals by cost = tokens to compute
                                       to probes                              + REQUEST_TOKENS for each request there
 
-A member that answers no probe for `lost_s` is lost: whatever goes on with it is broken off at once, so that clients are
-told, rather than wait for a machine that is gone. A process that dies breaks its connections itself, sooner. What the
-registry told is remembered while the registry is silent; a member that is lost and that nobody names is forgotten.
+A member that answers no probe for `lost_s` is lost: what has been under way with it for as long is broken off, so that
+clients are told, rather than wait for a machine that is gone. What began later may be with a process that took its
+place after the probe was sent; the next one tells. A process that dies breaks its connections itself, sooner. What the
+registry told is remembered while the registry is silent; a member that is lost, that nobody names and that works on
+nothing is forgotten.
 
 Costs are in tokens, since that is what a hit saves. Requests that this gateway has under way with a member are counted
 here; those of other gateways come by the member's own word, a second or so old. Among equal costs members take turns.
@@ -35,6 +37,14 @@ class State(Enum):
     LOST = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A request of ours that a member works on."""
+
+    began_at: float
+    break_off: Callable[[], None]
+
+
 @dataclass(eq=False, slots=True)
 class Member:
     """One controller."""
@@ -45,7 +55,7 @@ class Member:
     id: str = ""  # as the registry calls it; empty until it told
     about: Announcement | None = None
     state: State = State.UNREADY
-    under_way: dict[int, Callable[[], None]] = field(default_factory=dict)  # requests of ours: what breaks each off
+    under_way: dict[int, Work] = field(default_factory=dict)
     num_lost: int = 0  # of these, requests that were broken off
 
     @property
@@ -99,10 +109,10 @@ class Roster:
 
         return sorted(members, key=lambda member: (member.state.value, cost(member)))  # stable
 
-    def begins(self, member: Member, break_off: Callable[[], None]) -> int:
+    def begins(self, member: Member, break_off: Callable[[], None], now: float) -> int:
         """A member works on a request; returns the number to end it by. `break_off` is called once if it is lost."""
         number = next(self._numbers)
-        member.under_way[number] = break_off
+        member.under_way[number] = Work(now, break_off)
         return number
 
     def ends(self, member: Member, number: int) -> None:
@@ -119,9 +129,10 @@ class Roster:
             member.state = State.UNREADY
             return
         member.state = State.LOST
-        broken, member.under_way = list(member.under_way.values()), {}
+        broken = {number: work for number, work in member.under_way.items() if now - work.began_at >= self.lost_s}
         member.num_lost += len(broken)
-        for break_off in broken:
-            break_off()
-        if not member.is_listed and member.address not in self._told:
+        for number, work in broken.items():
+            self.ends(member, number)
+            work.break_off()
+        if not member.is_listed and member.address not in self._told and not member.under_way:
             self._members.pop(member.address, None)

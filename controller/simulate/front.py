@@ -138,7 +138,7 @@ class Front:
         machine, site = network.site_at(member.address)
         line = Line(record, passage, member, site, network.now, refused)
         self.customers.tries(record, member.address, site)
-        line.number = self.roster.begins(member, lambda: self._breaks(line))
+        line.number = self.roster.begins(member, lambda: self._breaks(line), network.now)
         self.lines.append(line)
         line.ready_s = network.arrival_s(self.name, f"site{machine}")
         if machine in network.silent or line.ready_s - network.now > CONNECT_S:

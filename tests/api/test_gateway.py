@@ -390,6 +390,23 @@ def test_the_order_is_by_state_then_by_cost() -> None:
     assert {fleet.order(100, {})[0].id for _ in range(4)} == {"x", "y"}  # equals take turns
 
 
+def test_who_has_taken_a_lost_members_place_keeps_what_it_was_asked_since() -> None:
+    """A probe may have been sent to the one before, whose machine said nothing more, and its silence be found late."""
+    fleet, broken = Roster([], 2.0, 0.0), list[str]()
+    fleet.heard({"x": Announcement("http://x", 0, b"m", (16,))}, 0.0)
+    (member,) = fleet.members
+    fleet.answered(member, True, 1.0)
+    fleet.begins(member, lambda: broken.append("of the one before"), 1.5)
+    fleet.begins(member, lambda: broken.append("of the one who came"), 3.2)
+    fleet.heard({}, 3.5)  # it has not announced itself yet
+    fleet.unanswered(member, 4.0)
+    assert (broken, member.state, member.num_lost) == (["of the one before"], State.LOST, 1)
+    assert fleet.members == [member]
+    fleet.unanswered(member, 5.2)  # so there was nobody
+    assert broken == ["of the one before", "of the one who came"]
+    assert not fleet.members
+
+
 async def test_what_goes_on_with_a_lost_member_is_broken_off_once() -> None:
     async def probe(address: str) -> bool:
         raise ConnectionRefusedError

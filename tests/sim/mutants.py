@@ -728,8 +728,8 @@ MUTANTS = [
     front(
         "streams wait for a machine that is gone",
         "roster.py",
-        "        for break_off in broken:\n            break_off()",
-        "        broken.clear()",
+        "            work.break_off()",
+        "            pass",
     ),
     front("a controller that was once lost is lost for ever", "roster.py", "member.heard_at = now\n", "return\n"),
     front(
