@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ def genai(options: argparse.Namespace) -> Engine:
 
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = options.cache_gib
-    scheduler.max_num_seqs = options.max_running
     scheduler.enable_prefix_caching = True
     properties = {"INFERENCE_NUM_THREADS": options.threads, "INFERENCE_PRECISION_HINT": "f32"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(options.model, scheduler, "CPU", properties)
@@ -40,23 +40,28 @@ def genai(options: argparse.Namespace) -> Engine:
         import numpy as np  # openvino's own tensors are made of its arrays
 
         begun = time.perf_counter()
-        handles, answers = [], []
-        for prompt, num_output in zip(prompts, num_outputs, strict=True):
-            wish = openvino_genai.GenerationConfig()
-            wish.max_new_tokens, wish.ignore_eos, wish.do_sample = num_output, True, False
-            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-            handles.append(pipeline.add_request(num_asked, ids, wish))
-            answers.append({"first_s": 0.0, "last_s": 0.0, "ids": []})
-            num_asked += 1
-        while pipeline.has_non_finished_requests():
+        answers: Answers = [{"first_s": 0.0, "last_s": 0.0, "ids": []} for _ in prompts]
+        waiting, running = deque(range(len(prompts))), dict[int, Any]()
+        while waiting or running:
+            # Its max_num_seqs bounds nothing while prompts and decodes share steps (dynamic_split_fuse, the default).
+            while waiting and len(running) < options.max_running:
+                place = waiting.popleft()
+                wish = openvino_genai.GenerationConfig()
+                wish.max_new_tokens, wish.ignore_eos, wish.do_sample = num_outputs[place], True, False
+                ids = openvino.Tensor(np.array([prompts[place]], dtype=np.int64))
+                running[place] = pipeline.add_request(num_asked, ids, wish)
+                num_asked += 1
             pipeline.step()
             now_s = time.perf_counter() - begun
-            for handle, answer in zip(handles, answers, strict=True):
+            for place, handle in list(running.items()):
+                answer = answers[place]
                 while handle.can_read():
                     for output in handle.read().values():
                         answer["ids"] += output.generated_ids
                     answer["first_s"] = answer["first_s"] or now_s
                     answer["last_s"] = now_s
+                if len(answer["ids"]) >= num_outputs[place]:
+                    del running[place]
         return answers
 
     return ask
@@ -103,7 +108,7 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("model", help="what the engine reads: a GGUF file or a folder")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-running", type=int, default=32, help="sequences in one batch")
+    parser.add_argument("--max-running", type=int, default=32, help="requests that run at once; more wait")
     parser.add_argument("--cache-gib", type=int, default=2, help="of KV, where the engine has a pool")
     parser.add_argument("--compute-type", default="float32", help="of CTranslate2: float32, int8, ...")
     options = parser.parse_args()
