@@ -17,8 +17,10 @@ multiplication takes from each output, and the panel goes along `in`:
     panel 0   | w[0, 0] w[0, 1] w[1, 0] w[1, 1] ... w[31, 1] | w[0, 2] w[0, 3] ...       64 bytes each: a cache line
     panel 1   | w[32, 0] w[32, 1] ...
 
-A thread takes a panel, which is read once from memory. Sums rest in registers from one end of `in` to the other: of
-one row or two by 32 outputs, or of four rows by 16, which is as much as sixteen registers hold beside what is added.
+A thread takes a panel, which is read once from memory, and asks for its next one while the last rows of this one are
+computed: what is asked for earlier has left the nearest cache when it is its turn. Sums rest in registers from one end
+of `in` to the other: of one row or two by 32 outputs, or of four rows by 16, which is as much as sixteen registers hold
+beside what is added.
 """
 
 from typing import Any
@@ -71,6 +73,7 @@ from kilburn.kernels.cpu.vectors import (
     load_vector,
     pointer,
     pointer_to,
+    prefetch_line,
     rows_from,
     shuffle,
     splat,
@@ -78,6 +81,7 @@ from kilburn.kernels.cpu.vectors import (
 )
 
 PAIR_BYTES = 2 * INT8_PANEL  # of a panel, for two positions of `in`
+LAST_ROWS = 16  # of a panel's rows, in whose turns the next panel is asked for
 OUT_BYTES = 4 * INT8_PANEL  # of a row's outputs of a panel, and of their scales
 MAGNITUDE = np.int32(
     0x7FFFFFFF
@@ -144,21 +148,27 @@ def multiply(
     bias: Any,
     out: Any,
     out_step: Any,
+    ask: Any,
+    ask_step: Any,
     num_rows: Any,
     num_vectors: Any,
+    asks: Any,
 ) -> Any:
     """out[i] [8 * num_vectors] = x[i] [2 * num_pairs] . those outputs of a panel, scaled, with their bias.
 
-    All at addresses, steps in bytes.
+    All at addresses, steps in bytes. Where it `asks` (1), the line at `ask` is asked for at each pair, and goes on by
+    its step.
     """
 
     def code(target: Any, build: Any, _signature: Any, args: Any) -> Any:
-        x, x_step, weights, num_pairs, row_scales, scales, bias, out, out_step = args[:9]
+        x, x_step, weights, num_pairs, row_scales, scales, bias, out, out_step, ask, ask_step = args[:11]
         rows, vectors = range(num_rows.literal_value), range(num_vectors.literal_value)
         xs = rows_from(build, x, x_step, len(rows))
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
             column, at = build.add(weights, build.mul(index, I64(PAIR_BYTES))), build.shl(index, I64(2))
+            if asks.literal_value:
+                prefetch_line(build, build.add(ask, build.mul(index, ask_step)))
             pairs = [build.load(pointer(build, build.add(row, at), I32, 1), align=2) for row in xs]
             pairs = [build.bitcast(splat(build, pair, LANES), SHORTS) for pair in pairs]
             new = list(sums)
@@ -181,7 +191,7 @@ def multiply(
                 store_vector(build, value, after(build, row, at), F32, LANES)
         return target.get_dummy_value()
 
-    return NONE(*[types.int64] * 9, num_rows, num_vectors), code
+    return NONE(*[types.int64] * 11, num_rows, num_vectors, asks), code
 
 
 def _products_of_pairs(build: Any, a: Any, b: Any) -> Any:
@@ -199,31 +209,41 @@ def panels_kernel(_kind: int) -> Any:
     """out [rows, 32 * panels] float32, of rows that are quantized and a weight that lies in panels."""
 
     @njit(fastmath=FAST)
-    def one_panel(a, panel):
+    def one_panel(a, panel, next_panel):
         count, weights = a[I_NUM_PAIRS], a[I_PANELS] + panel * a[I_NUM_PAIRS] * PAIR_BYTES
         scales, bias = a[I_SCALES] + panel * OUT_BYTES, a[I_BIAS] + panel * OUT_BYTES
-        row, num_few = 0, a[I_NUM_ROWS] % 4
+        row, num_few, step, out_step = 0, a[I_NUM_ROWS] % 4, a[I_X_STEP], a[I_OUT_STEP]
+        num_asking = min(a[I_NUM_ROWS], LAST_ROWS) // 4 * 2 + num_few // 2 + num_few % 2
+        ask, ask_step = a[I_PANELS] + next_panel * count * PAIR_BYTES, PAIR_BYTES // num_asking
+        asked_for, first_asking = count * ask_step, a[I_NUM_ROWS] - LAST_ROWS
         while row < a[I_NUM_ROWS]:
-            x, out = a[I_X] + row * a[I_X_STEP], a[I_OUT] + row * a[I_OUT_STEP] + panel * OUT_BYTES
+            x, out = a[I_X] + row * step, a[I_OUT] + row * out_step + panel * OUT_BYTES
             row_scales = a[I_ROW_SCALES] + 4 * row
             if row >= num_few:
                 for half in range(2):
                     w, at = weights + half * (PAIR_BYTES // 2), half * (OUT_BYTES // 2)
-                    step, out_step = a[I_X_STEP], a[I_OUT_STEP]
-                    multiply(x, step, w, count, row_scales, scales + at, bias + at, out + at, out_step, 4, 2)
+                    s, b, o = scales + at, bias + at, out + at
+                    if row >= first_asking:
+                        multiply(x, step, w, count, row_scales, s, b, o, out_step, ask, ask_step, 4, 2, 1)
+                        ask += asked_for
+                    else:
+                        multiply(x, step, w, count, row_scales, s, b, o, out_step, 0, 0, 4, 2, 0)
                 row += 4
             elif num_few - row >= 2:
-                multiply(x, a[I_X_STEP], weights, count, row_scales, scales, bias, out, a[I_OUT_STEP], 2, 4)
+                multiply(x, step, weights, count, row_scales, scales, bias, out, out_step, ask, ask_step, 2, 4, 1)
+                ask += asked_for
                 row += 2
             else:
-                multiply(x, 0, weights, count, row_scales, scales, bias, out, 0, 1, 4)
+                multiply(x, 0, weights, count, row_scales, scales, bias, out, 0, ask, ask_step, 1, 4, 1)
+                ask += asked_for
                 row += 1
 
     def panels(a):
-        while True:
-            panel = fetch_add(a, TAKEN, 1)
-            if panel >= a[I_NUM_PANELS]:
-                return
-            one_panel(a, panel)
+        num_panels = a[I_NUM_PANELS]
+        panel = fetch_add(a, TAKEN, 1)
+        while panel < num_panels:
+            following = fetch_add(a, TAKEN, 1)  # taken before it is its turn, so that it can be asked for
+            one_panel(a, panel, following % num_panels)
+            panel = following
 
     return panels

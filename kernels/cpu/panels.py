@@ -19,9 +19,9 @@ those of the same values in float32. A thread takes a panel, and up to six rows 
         row 5   |    8 sums    |    8 sums    |      Hundreds of rows are cut in blocks, all but the last
                 +--------------+--------------+      of whole sixes, whose part of x stays near.
 
-While a panel's rows are computed the next panel is asked for, a line now and then, so that its read costs nothing but
-its share of the memory. Up to three rows are as fast as the memory, and walk along several panels at once: it answers
-several streams sooner than one.
+While the last of a panel's rows are computed the next panel is asked for, a line now and then, so that its read costs
+nothing but its share of the memory; earlier, it would push out what is still needed. Up to three rows are as fast as
+the memory, and walk along several panels at once: it answers several streams sooner than one.
 """
 
 from typing import Any
@@ -71,6 +71,7 @@ OUT_BYTES = 4 * PANEL  # of a row's outputs of a panel
 AHEAD = 512  # bytes that a stream asks ahead of itself: of 512, 1024, 2048, 4096 the best
 TALLEST = 6  # rows by two vectors: 12 sums, 2 weights and a value, of 16 registers
 ROW_BLOCK = 96  # whole sixes
+LAST_GROUPS = 4  # of a panel's rows, while which the next panel is asked for
 
 
 def _weights_at(build: Any, address: Any, kind: int) -> list[Any]:
@@ -181,12 +182,14 @@ def panels_kernel(kind: int) -> Any:
     def one_panel(a, start, num_rows, panel, next_panel):
         """All rows of a block."""
         groups = (num_rows + TALLEST - 1) // TALLEST
-        ask_step = max(column_bytes // groups, 1)
-        ask = a[P_PANELS] + next_panel * a[P_DEPTH] * column_bytes
+        num_asking = min(groups, LAST_GROUPS)
+        ask, ask_step = a[P_PANELS] + next_panel * a[P_DEPTH] * column_bytes, column_bytes // num_asking
         for group in range(groups):
             first, end = group * num_rows // groups, (group + 1) * num_rows // groups
-            some_rows(a, start + first, end - first, panel, ask, ask_step)
-            ask += ask_step * a[P_DEPTH]
+            is_asking = group >= groups - num_asking
+            some_rows(a, start + first, end - first, panel, ask, ask_step if is_asking else 0)
+            if is_asking:
+                ask += ask_step * a[P_DEPTH]
 
     def panels(a):
         if a[P_NUM_ROWS] <= 3:
