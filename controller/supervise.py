@@ -85,7 +85,7 @@ class Supervisor:
             )
             self._process, self._killed_since = process, ""
             if self._stopping:  # said while the process was being made
-                process.terminate()
+                _ask_to_leave(process)
             status = await process.wait()
             self._process = None
             if self._stopping or not self._is_wanted():
@@ -113,10 +113,16 @@ class Supervisor:
         process = self._process
         if process is None:
             return
-        process.terminate()
+        _ask_to_leave(process)
         try:
             await asyncio.wait_for(process.wait(), grace_s)
         except TimeoutError:
             self._say(f"worker (pid {process.pid}) did not leave within {grace_s:g} s and is killed")
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
+
+
+def _ask_to_leave(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it has just ended by itself, as workers do when their controller leaves
+        process.terminate()

@@ -41,9 +41,12 @@ class World:
         )
 
 
-async def until(path: Path) -> None:
-    while not path.exists():
+async def up_of(world: World, path: Path) -> int:
+    """The process that is up, once its supervisor knows it: a program may be quicker than whoever started it."""
+    while not path.exists() or world.supervisor.pid is None:
         await asyncio.sleep(0.005)
+    path.unlink()
+    return world.supervisor.pid
 
 
 @asynccontextmanager
@@ -51,11 +54,9 @@ async def supervised(program: str, up: Path, grace_s: float = 10.0) -> AsyncIter
     """A world whose program is up (it touches that file), and its pid. At the end it is stopped."""
     world = World(program, str(up))
     running = asyncio.create_task(world.supervisor.run())
-    await until(up)
-    up.unlink()
-    assert world.supervisor.pid is not None
+    pid = await up_of(world, up)
     try:
-        yield world, world.supervisor.pid
+        yield world, pid
     finally:
         await world.supervisor.stop(grace_s)
         await running
@@ -78,9 +79,7 @@ def test_a_process_that_is_killed_is_started_again_and_the_end_is_told(tmp_path:
     async def play() -> None:
         async with supervised(FOREVER, tmp_path / "up") as (world, first):
             os.kill(first, signal.SIGKILL)
-            await until(tmp_path / "up")
-            second = world.supervisor.pid
-            assert second is not None
+            second = await up_of(world, tmp_path / "up")
             assert second != first
             assert world.ended == [(first, "its process was killed by SIGKILL (out of memory?)")]
             assert f"pid {first}" in world.said[0]
@@ -105,7 +104,7 @@ def test_a_process_that_is_stopped_is_killed_and_started_again(tmp_path: Path) -
         async with supervised(FOREVER, tmp_path / "up") as (world, first):
             os.kill(first, signal.SIGSTOP)
             world.supervisor.kill("was silent")
-            await until(tmp_path / "up")
+            await up_of(world, tmp_path / "up")
             assert world.ended == [(first, "its process was silent, and was killed")]
 
     asyncio.run(play())
@@ -191,6 +190,24 @@ def test_stop_while_a_process_is_being_made_leaves_none_behind(tmp_path: Path) -
         begun = time.monotonic()
         await running
         assert time.monotonic() - begun < 60
+        assert world.supervisor.pid is None
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("num_turns", range(4))
+def test_stop_in_the_moment_in_which_a_process_ends_by_itself_is_no_fault(num_turns: int) -> None:
+    """The supervisor hears of the end a turn of the loop or two after the loop does: whichever, when stop comes."""
+
+    async def play() -> None:
+        world = World("pass")
+        running = asyncio.create_task(world.supervisor.run())
+        while (process := world.supervisor._process) is None or process.returncode is None:
+            await asyncio.sleep(0)
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await world.supervisor.stop(grace_s=10)
+        await running
         assert world.supervisor.pid is None
 
     asyncio.run(play())
