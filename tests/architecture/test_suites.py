@@ -1,6 +1,7 @@
 """The runner's own promises: budgets are held, and under CI nothing is set aside in silence."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -32,10 +33,11 @@ def test_what_is_at_its_limit_is_stopped_with_all_that_it_started(tmp_path: Path
     status, _ = asyncio.run(run([sys.executable, "-c", code], limit_s=3))
     assert status is None
     stat = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    deadline = time.monotonic() + 10
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "its child lives on"
-        time.sleep(0.01)
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(OSError):  # it is gone, perhaps between a look and the next
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline, "its child lives on"
+            time.sleep(0.01)
 
 
 SET_ASIDE = {

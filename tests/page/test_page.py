@@ -235,7 +235,8 @@ async def test_nothing_is_wider_than_a_phone(browser: str, tmp_path: Path, name:
 
 
 async def test_a_chat_is_answered_and_its_blocks_are_shown(browser, tmp_path: Path) -> None:
-    async with shown(browser, tmp_path, delay_s=0.1) as (world, page):
+    # Slow until the page was seen to show whose blocks these are, and again until it was stopped.
+    async with shown(browser, tmp_path, delay_s=0.5) as (world, page):
         await page.until("document.querySelector('.canvas')")
         await page.focus("#chat-input")
         await page.type("Why is the sky blue?")
@@ -244,10 +245,12 @@ async def test_a_chat_is_answered_and_its_blocks_are_shown(browser, tmp_path: Pa
         await page.until("document.querySelector('.pick[aria-pressed=true]')")
         await page.until("document.querySelector('th.ours')")
         await keep(page, "chat")
+        world.daemon.delay_s = 0.02
         await page.until("document.querySelector('#chat-log .about')")
         assert await page.text("#chat-log .it") == text_after(40)
         assert (await page.text("#chat-log .about")).startswith("request 1: 40 tokens in ")
         await page.until("!document.querySelector('.pick')")
+        world.daemon.delay_s = 0.1
         await page.type("And the sea?")
         await page.press("Enter")
         await page.until("document.querySelectorAll('#chat-log .it').length === 2")

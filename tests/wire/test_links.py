@@ -85,8 +85,12 @@ def test_silence_is_a_loss_once_and_after_what_came_before() -> None:
     async def act() -> None:
         async with controller() as side:
             with worker(side.link.endpoint) as link:
-                peer = await welcomed(side, link, silence_s=0.3)
+                link.send(HELLO)
+                peer = await side.peer()
+                # Both at once: the silence begins when they come, however busy this machine is.
+                side.link.send(peer, m.Welcome(9, 0.02, 0.3, 2))
                 side.link.send(peer, m.Drain(9))
+                assert isinstance(await received(link), m.Welcome)
                 await asyncio.sleep(0.6)
                 assert await received(link) == m.Drain(9)
                 lost = await received(link)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from queue import Queue
+from threading import Event
 
 from kilburn.worker.watchdog import EXIT_CODE, Watchdog
 
@@ -22,12 +23,17 @@ def test_a_step_past_its_deadline_ends_the_process() -> None:
 
 def test_a_step_that_outlives_its_lease_ends_the_process_and_others_do_not() -> None:
     ends: Queue[int] = Queue()
-    questions = iter([False, True, False])  # the second time it was a false alarm
-    watchdog = Watchdog(lambda: next(questions, True), grace_s=0.0, poll_s=SOON_S, end=ends.put)
+    questions, is_stuck = iter([False, True, False]), Event()  # the second time it was a false alarm
+
+    def is_over() -> bool:
+        return is_stuck.is_set() and next(questions, True)
+
+    watchdog = Watchdog(is_over, grace_s=0.0, poll_s=SOON_S, end=ends.put)
     for _ in range(3):
         with watchdog.limit(3600.0):
             pass
     assert ends.empty()
+    is_stuck.set()
     with watchdog.limit(3600.0):
         assert ends.get(timeout=60) == EXIT_CODE
     assert next(questions, None) is None
