@@ -20,6 +20,7 @@ from aiohttp import web
 
 from kilburn.controller.api.asking import Asking
 from kilburn.controller.api.crossing import Origins
+from kilburn.controller.api.crowds import Crowd
 from kilburn.controller.api.readers import Readers
 from kilburn.controller.api.routes import application
 from kilburn.controller.api.senders import Senders
@@ -202,7 +203,7 @@ async def running_controller(
     )
     app = application(service, keyring, settings.max_body, Origins(settings.cors_origins))
     Readers(settings.stalled_seconds, driver.streams.counts.stall).watch_all(app)
-    runner = runner_of(app, settings)
+    runner = runner_of(app, settings, Crowd(settings.max_connections, driver.streams.counts.turn_away))
     Senders(settings.sending_seconds, driver.streams.counts.give_up).watch_all(runner)
     alive = asyncio.ensure_future(_keep_alive(driver.streams, settings.keep_alive_seconds))
     try:

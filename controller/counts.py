@@ -32,6 +32,7 @@ class Counts:
         self.output_tokens = 0
         self.finished = dict.fromkeys(FinishReason, 0)  # requests, by the reason of their last sequence
         self.stalled = 0  # clients that were disconnected because they did not read
+        self.turned_away = 0  # connections that were one too many
         self.incomplete = dict.fromkeys(PARTS, 0)  # requests that were given up before they were all there
         self.refused: dict[str, int] = {}  # by what the client was told: a code of ours, of which there are few
         self.queue_s = Histogram(SPANS_S)
@@ -53,6 +54,9 @@ class Counts:
 
     def stall(self) -> None:
         self.stalled += 1
+
+    def turn_away(self) -> None:
+        self.turned_away += 1
 
     def give_up(self, part: str) -> None:
         self.incomplete[part] += 1

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from kilburn.controller.api.crowds import Crowd
 from kilburn.controller.api.malformed import connection_log, speak_for_ourselves
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.shared.config import DoorSettings
@@ -36,8 +37,9 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
     return keyring
 
 
-def runner_of(app: web.Application, settings: DoorSettings) -> web.AppRunner:
+def runner_of(app: web.Application, settings: DoorSettings, crowd: Crowd) -> web.AppRunner:
     speak_for_ourselves()
+    crowd.watch_all(app)
     return web.AppRunner(
         app,
         handler_cancellation=True,  # a client that leaves frees what its request holds
@@ -47,6 +49,7 @@ def runner_of(app: web.Application, settings: DoorSettings) -> web.AppRunner:
         max_field_size=settings.max_header,
         lingering_time=min(LINGER_S, settings.sending_seconds or LINGER_S),
         shutdown_timeout=1.0,
+        crowd=crowd,
     )
 
 

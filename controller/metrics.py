@@ -156,6 +156,8 @@ EDGE_FIGURES: tuple[Figure[Streams], ...] = (
           lambda c: c.answer_lengths.spread(), HISTOGRAM),
     _edge("clients_stalled", "clients that were disconnected as they read nothing of their answers",
           lambda c: c.stalled, COUNTER),
+    _edge("connections_refused", "connections that were one too many (--max-connections)",
+          lambda c: c.turned_away, COUNTER),
     Figure("requests_incomplete", COUNTER, "requests given up as too little of them came, by what had come", ("part",),
            lambda streams: [((part,), number) for part, number in streams.counts.incomplete.items()]),
     Figure("streams_open", GAUGE, "answers that somebody waits for", (), single(lambda s: s.num_answers)),

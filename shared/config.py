@@ -115,6 +115,11 @@ class DoorSettings(Settings):
         Duration(0.0, 86400.0),
         "in which a request's headers must be complete, and 16K more of its body come, or its end (408); 0: any time",
     )
+    max_connections: int = setting(
+        4096,
+        Count(0, 1_000_000),
+        "clients connected at once; of those beyond only probes and figures are answered (503); 0: any number",
+    )
     drain_seconds: float = setting(30.0, Duration(0.0, 86400.0), "on SIGTERM, how long running requests may go on")
     log_format: str = setting("human", LOG_FORMATS, LOG_FORMAT)
     log_level: str = setting("info", LOG_LEVELS, "the least of what is logged to stderr")

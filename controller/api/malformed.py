@@ -22,11 +22,13 @@ import asyncio
 import logging
 import re
 from contextlib import suppress
+from typing import Any
 
 from aiohttp import web, web_response, web_server
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 
+from kilburn.controller.api.crowds import Crowd
 from kilburn.controller.api.errors import ApiError, encoded, encoded_for_anthropic
 
 SERVER_NAME = "kilburn"
@@ -61,14 +63,26 @@ def connection_log() -> logging.Logger:
 
 
 class Connection(RequestHandler):
-    """As the server's own, but for what it says of a request that it could not read, and that it knows what it owes."""
+    """As the server's own, but for what it says of a request that it could not read, and that it knows what it owes.
 
-    __slots__ = ("_owing_since", "opening")
+    It is one of a crowd. All other settings are aiohttp's.
+    """
+
+    __slots__ = ("_crowd", "_owing_since", "opening")
+
+    def __init__(self, manager: web.Server, *, crowd: Crowd, **settings: Any) -> None:
+        super().__init__(manager, **settings)
+        self._crowd = crowd
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.opening = b""  # of a head that is not complete
         self._owing_since: float | None = self._loop.time()  # a head; None: nothing is owed
         super().connection_made(transport)
+        self._crowd.joins(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._crowd.leaves(self)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -122,4 +136,4 @@ def speak_for_ourselves() -> None:
     """What no route, middleware or signal goes around is said in our shape, and names neither Python nor aiohttp."""
     # aiohttp has a setting for neither.
     web_response.SERVER_SOFTWARE = SERVER_NAME  # type: ignore[attr-defined]
-    web_server.RequestHandler = Connection  # type: ignore[attr-defined]
+    web_server.RequestHandler = Connection  # type: ignore[attr-defined, assignment]

@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from kilburn.controller.api.crossing import Origins
+from kilburn.controller.api.crowds import Crowd
 from kilburn.controller.api.readers import Readers
 from kilburn.controller.api.senders import Senders
 from kilburn.controller.gateway.door import Door, door_application
@@ -96,7 +97,7 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
         door = Door(fleet, forwarder, prompts, metrics)
         app = door_application(door, keyring, settings.max_body, Origins(settings.cors_origins))
         Readers(settings.stalled_seconds, forwarder.counters.stall).watch_all(app)
-        runner = runner_of(app, settings)
+        runner = runner_of(app, settings, Crowd(settings.max_connections, forwarder.counters.turn_away))
         Senders(settings.sending_seconds, forwarder.counters.give_up).watch_all(runner)
         registry.listen(prompts.heard)
         registry.watch(lambda announced: fleet.heard(announced, asyncio.get_running_loop().time()))

@@ -12,7 +12,13 @@ from typing import Any
 
 from aiohttp import web
 
-from kilburn.controller.api.errors import ApiError, encoded, encoded_for_anthropic, is_anthropics
+from kilburn.controller.api.errors import (
+    TOO_MANY_CONNECTIONS,
+    ApiError,
+    encoded,
+    encoded_for_anthropic,
+    is_anthropics,
+)
 from kilburn.controller.api.sse import DONE, frame
 
 END = b"\n\n"
@@ -21,7 +27,7 @@ MOST_EVENT_BYTES = 64 << 20  # far beyond any: what a slow reader missed comes i
 OPENINGS = {"message_start", "ping", "response.created", "response.in_progress", "response.queued"}
 
 # Refusals that another controller need not share.
-ELSEWHERE = {"queue_full", "no_worker", "shutting_down", "cut_short"}
+ELSEWHERE = {"queue_full", "no_worker", "shutting_down", "cut_short", TOO_MANY_CONNECTIONS}
 _LOST = ApiError(503, "the controller that held this stream is lost; ask again", code="controller_lost")
 
 

@@ -47,6 +47,7 @@ class ForwardCounters:
     unanswered: int = 0  # requests that no controller took
     broken: int = 0  # streams that ended with an error event, as their controller was lost
     stalled: int = 0  # clients that were disconnected because they did not read
+    turned_away: int = 0  # connections that were one too many
     incomplete: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))  # requests, by what had come
     by_prefix: int = 0  # requests whose first member was the one for what it has computed of their prompt
     by_load: int = 0  # all others
@@ -55,6 +56,9 @@ class ForwardCounters:
 
     def stall(self) -> None:
         self.stalled += 1
+
+    def turn_away(self) -> None:
+        self.turned_away += 1
 
     def give_up(self, part: str) -> None:
         self.incomplete[part] += 1

@@ -47,6 +47,8 @@ SERVICE: tuple[Figure[GatewaySources], ...] = (
            single(lambda s: s.forwarded.broken)),
     Figure("clients_stalled", COUNTER, "clients that were disconnected as they read nothing of their answers", (),
            single(lambda s: s.forwarded.stalled)),
+    Figure("connections_refused", COUNTER, "connections that were one too many (--max-connections)", (),
+           single(lambda s: s.forwarded.turned_away)),
     Figure("requests_incomplete", COUNTER, "requests given up as too little of them came, by what had come", ("part",),
            lambda s: [((part,), number) for part, number in s.forwarded.incomplete.items()]),
     Figure("prompt_tokens", COUNTER, "tokens of prompts that were read here", (),

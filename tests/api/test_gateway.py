@@ -292,6 +292,7 @@ BEFORE_A_TOKEN: list[tuple[str, Failing]] = [
     ("refuses: queue", refuses(429, "queue_full")),
     ("refuses: no worker", refuses(503, "no_worker")),
     ("refuses: stops", refuses(503, "shutting_down")),
+    ("refuses: connections", refuses(503, "too_many_connections")),
     ("goes at once", goes),
     ("opens and goes", says(ROLE, ": still here\n\n", then="cut")),
     ("goes in the middle of its first event", says(ROLE, FIRST[:30], then="cut")),

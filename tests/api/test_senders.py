@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from aiohttp import web
 
+from kilburn.controller.api.crowds import Crowd
 from kilburn.controller.api.errors import every_error
 from kilburn.controller.api.looking import looking
 from kilburn.controller.api.malformed import OPENING_BYTES
@@ -122,7 +123,7 @@ async def connected(
 
     app = web.Application(client_max_size=1 << 20, middlewares=[every_error])
     app.router.add_post("/", say)
-    runner = runner_of(app, ControllerSettings(model="m"))
+    runner = runner_of(app, ControllerSettings(model="m"), Crowd())
     senders.watch_all(runner)
     await runner.setup()
     try:
