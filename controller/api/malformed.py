@@ -70,9 +70,9 @@ class Connection(RequestHandler):
 
     __slots__ = ("_crowd", "_owing_since", "opening")
 
-    def __init__(self, manager: web.Server, *, crowd: Crowd, **settings: Any) -> None:
+    def __init__(self, manager: web.Server, *, crowd: Crowd | None = None, **settings: Any) -> None:
         super().__init__(manager, **settings)
-        self._crowd = crowd
+        self._crowd = crowd or Crowd()  # of a server that is not ours there may be any number
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.opening = b""  # of a head that is not complete
@@ -136,4 +136,4 @@ def speak_for_ourselves() -> None:
     """What no route, middleware or signal goes around is said in our shape, and names neither Python nor aiohttp."""
     # aiohttp has a setting for neither.
     web_response.SERVER_SOFTWARE = SERVER_NAME  # type: ignore[attr-defined]
-    web_server.RequestHandler = Connection  # type: ignore[attr-defined, assignment]
+    web_server.RequestHandler = Connection  # type: ignore[attr-defined]
