@@ -5,14 +5,21 @@ person, not to a runner.
 
 Tests compute small things on one thread, and threads that wait sleep: where other programs run too, those that spin
 take the core from the one that they wait for. Libraries read these settings when they load, so they are made here.
+
+What Hypothesis draws is the same in every run, and how long it takes to draw it is nobody's fault.
 """
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+settings.register_profile(
+    "kilburn", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kilburn")
 
 _set_aside: list[str] = []
 
