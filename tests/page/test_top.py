@@ -67,11 +67,11 @@ async def test_in_a_terminal_it_goes_on_until_it_is_interrupted(tmp_path: Path) 
         loop.add_reader(ours, lambda: seen.extend(os.read(ours, 65536)))
         try:
             async with busy(world, {"prompt": "hello world", "max_tokens": 1200}):
-                await world.until(lambda: b"running" in seen and b"generated" in seen, 20)
-            await world.until(lambda: b"no requests" in seen, 20)
+                await world.until(lambda: b"running" in seen and b"generated" in seen, 60)
+            await world.until(lambda: b"no requests" in seen, 60)
             assert b"\x1b[" in seen
             process.send_signal(signal.SIGINT)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await process.wait() == 130
         finally:
             loop.remove_reader(ours)

@@ -57,6 +57,14 @@ class PrometheusServer:
         self._process.terminate()
         self._process.wait(20)
 
+    def wait_for_scrapes(self, after: float) -> None:
+        """Until every target was scraped once more, and the rules had a second to see it."""
+        deadline = time.monotonic() + 60
+        while not all(value > after for _, value in self.now("timestamp(up)")):
+            assert time.monotonic() < deadline, "it scrapes no more"
+            time.sleep(0.1)
+        time.sleep(1.0)
+
     def ask(self, path: str, **parameters: Any) -> Any:
         answer = self._client.get(f"{self.url}/api/v1/{path}", params=parameters)
         whole = json.loads(answer.text)

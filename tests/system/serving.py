@@ -19,7 +19,7 @@ TINY_FLAGS = ("--device=cpu", "--dtype=float32", "--threads=1", "--max-rows=16",
 class Service:
     """Started by `__enter__`, ready when it returns, gone after `__exit__`."""
 
-    def __init__(self, model: str, folder: Path, *flags: str, ready_s: float = 90.0) -> None:
+    def __init__(self, model: str, folder: Path, *flags: str, ready_s: float = 200.0) -> None:
         self.log_file = folder / "serve.log"
         self.command = [
             sys.executable,
@@ -63,10 +63,10 @@ class Service:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            status = self.process.wait(30)
+            status = self.process.wait(90)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"did not end within 30 s of {number.name}\n{self.log}") from None
+            raise AssertionError(f"did not end within 90 s of {number.name}\n{self.log}") from None
         left = [pid for pid in children if is_alive(pid)]
         for pid in left:
             os.kill(pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ class Service:
         return OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=120)
 
     def health(self) -> int:
-        return httpx.get(f"{self.address}/health", timeout=10).status_code
+        return httpx.get(f"{self.address}/health", timeout=60).status_code
 
     def children(self) -> list[int]:
         """Processes that `kilburn serve` started and that run now."""
@@ -99,9 +99,13 @@ class Service:
 
     def owned_blocks(self) -> float:
         """Blocks that some sequence holds now, from /metrics."""
-        text = httpx.get(f"{self.address}/metrics", timeout=10).text
-        ours = ("kilburn_blocks{", 'state="owned"', 'tier="device"')  # labels come in an order of their own
-        lines = [line for line in text.splitlines() if all(part in line for part in ours)]
+        return self.figure("kilburn_blocks", 'state="owned"', 'tier="device"')
+
+    def figure(self, name: str, *labels: str) -> float:
+        """The sum of a figure of /metrics, over whoever has these labels (which come in an order of their own)."""
+        text = httpx.get(f"{self.address}/metrics", timeout=60).text
+        named = [line for line in text.splitlines() if re.match(rf"{name}[ {{]", line)]
+        lines = [line for line in named if all(part in line for part in labels)]
         assert lines, text
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

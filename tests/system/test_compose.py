@@ -329,7 +329,7 @@ def stack(services: dict[str, Any], tmp_path: Path) -> Iterator[Stack]:
 
 
 def test_every_services_own_command_and_environment_serve_a_chat(services: dict[str, Any], stack: Stack) -> None:
-    assert stack.start("prepare").wait(120) == 0, stack.log_file("prepare").read_text()
+    assert stack.start("prepare").wait(200) == 0, stack.log_file("prepare").read_text()
     told = re.search(
         r"^API key +in (\S+); .* docker compose run --rm prepare cat \1$", stack.log_file("prepare").read_text(), re.M
     )
@@ -345,6 +345,7 @@ def test_every_services_own_command_and_environment_serve_a_chat(services: dict[
     assert Path(told[1]).read_text() == secret, "the key was made anew"
     key = {"Authorization": f"Bearer {secret}"}
     body = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "Say hi."}], "max_tokens": 8}
+    body["temperature"] = 0
     assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 401
     answered = httpx.post(f"{address}/v1/chat/completions", json=body, headers=key, timeout=60)
     assert answered.status_code == 200, answered.text
@@ -366,7 +367,7 @@ def test_every_services_own_command_and_environment_serve_a_chat(services: dict[
             str(answered.json()["usage"]["completion_tokens"])
         ]
 
-    stack.wait_for(scraped, 30)
+    stack.wait_for(scraped, 90)
     lines = [line for line in stack.log_file("controller").read_text().splitlines() if line.startswith("{")]
     assert any("lease began" in json.loads(line)["message"] for line in lines)
     assert not [

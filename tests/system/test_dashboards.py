@@ -174,9 +174,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
                 start = time.time()
                 watched.start_worker(*flags)
                 asyncio.run(Load(watched, redis, flags, gateway, fickle).play())
-                text = httpx.get(f"{watched.url}/metrics", timeout=10).text
+                text = httpx.get(f"{watched.url}/metrics", timeout=60).text
                 snapshot = watched.ask("snapshot")
-                time.sleep(1.5)  # for a last scrape
+                prometheus.wait_for_scrapes(time.time())
                 yield Seen(prometheus, start, time.time(), snapshot, text)
         finally:
             watched.close()

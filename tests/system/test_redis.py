@@ -55,7 +55,7 @@ async def call(world: World, method: str, path: str, body: Any = None) -> tuple[
         return response.status, await response.json()
 
 
-async def until_state(world: World, name: str, states: tuple[str, ...], within_s: float = 15.0) -> None:
+async def until_state(world: World, name: str, states: tuple[str, ...], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while True:
             status, about = await call(world, "GET", f"/v1/prefixes/{name}")
@@ -83,7 +83,7 @@ def test_two_controllers_see_each_others_prefixes(tmp_path: Path) -> None:
             await until_state(b, "rhymes", ("ready",))
             assert await cached(b, SYSTEM + "and two") >= about["tokens"] - 2
             server.client().flushall()
-            await a.until(lambda: server.client().exists(registry_of(a)._names_at) == 1, 10)  # published again
+            await a.until(lambda: server.client().exists(registry_of(a)._names_at) == 1, 60)  # published again
             # Deleted where it was not registered: nobody has it any more.
             assert (await call(b, "DELETE", "/v1/prefixes/rhymes"))[0] == 200
             await until_state(a, "rhymes", ("gone",))
@@ -98,23 +98,29 @@ def test_two_controllers_see_each_others_prefixes(tmp_path: Path) -> None:
         run(test)
 
 
-async def harm(server: RedisServer, a: World) -> None:
-    """All that may happen to a Redis, one after the other."""
+async def harm(server: RedisServer, a: World, asked: list[int]) -> None:
+    """All that may happen to a Redis, one after the other; meanwhile some more are asked and answered."""
+
+    async def some(seconds: float) -> None:
+        most = asked[0] + 8
+        await asyncio.sleep(seconds)
+        await a.until(lambda: asked[0] >= most)
+
     client = server.client()
-    await asyncio.sleep(0.3)
+    await some(0.3)
     server.send(signal.SIGSTOP)
-    await asyncio.sleep(5.0)  # longer than any of the registry's patience, and than a slow machine is slow
+    await some(5.0)  # longer than any of the registry's patience, and than a slow machine is slow
     server.send(signal.SIGCONT)
-    await a.until(lambda: registry_of(a).is_up, 15)
+    await a.until(lambda: registry_of(a).is_up, 60)
     client.flushall()
-    await asyncio.sleep(0.3)
+    await some(0.3)
     client.config_set("maxmemory", "1")  # full
-    await asyncio.sleep(1.0)
+    await some(1.0)
     client.config_set("maxmemory", "0")
     server.kill()
-    await asyncio.sleep(0.5)
+    await some(0.5)
     server.start()
-    await a.until(lambda: registry_of(a).is_up, 15)
+    await a.until(lambda: registry_of(a).is_up, 60)
 
 
 def test_a_redis_that_is_paused_flushed_full_and_killed_changes_no_answer(tmp_path: Path) -> None:
@@ -133,12 +139,13 @@ def test_a_redis_that_is_paused_flushed_full_and_killed_changes_no_answer(tmp_pa
             assert status == 201
             is_over, asked = asyncio.Event(), [0]
             loads = [asyncio.create_task(load(world, is_over, asked)) for world in (a, b, a, b)]
-            await harm(server, a)
-            assert asked[0] > 100
+            harming = asyncio.create_task(harm(server, a, asked))
+            await asyncio.wait([harming, *loads], return_when=asyncio.FIRST_COMPLETED)  # loads end by a fault alone
+            await harming
             # After all that the name is there again, for both.
             await until_state(a, "kept", ("ready",))
             await until_state(b, "kept", ("known", "ready"))
-            await a.until(lambda: server.client().exists(registry_of(a)._names_at) == 1, 15)
+            await a.until(lambda: server.client().exists(registry_of(a)._names_at) == 1, 60)
             is_over.set()
             await asyncio.gather(*loads)
             assert registry_of(a).counters.failures > 0
@@ -173,7 +180,7 @@ def test_hostile_entries_are_ignored_and_counted(tmp_path: Path) -> None:
             }
             before = registry.counters.ignored
             client.hset(at, mapping=entries)  # type: ignore[arg-type]
-            await a.until(lambda: registry.counters.ignored >= before + len(entries) - 1, 10)
+            await a.until(lambda: registry.counters.ignored >= before + len(entries) - 1, 60)
             for world in (a, b):
                 assert [p["name"] for p in (await call(world, "GET", "/v1/prefixes"))[1]["data"]] == ["true"]
                 await cached(world, SYSTEM + "x")
@@ -183,10 +190,10 @@ def test_hostile_entries_are_ignored_and_counted(tmp_path: Path) -> None:
             assert (await call(a, "GET", "/v1/prefixes/true"))[0] == 200
             client.set(at, "a text")
             failures = registry.counters.failures
-            await a.until(lambda: registry.counters.failures > failures, 15)
+            await a.until(lambda: registry.counters.failures > failures, 60)
             await cached(a, SYSTEM + "y")
             client.delete(at)
-            await a.until(lambda: registry.is_up and client.exists(at) == 1, 15)
+            await a.until(lambda: registry.is_up and client.exists(at) == 1, 60)
             await call(a, "DELETE", "/v1/prefixes/true")
             await until_state(b, "true", ("gone",))
 
@@ -225,7 +232,7 @@ def test_a_redis_that_lies_or_is_not_there_costs_nothing(tmp_path: Path) -> None
                 status, _ = await call(world, "POST", "/v1/prefixes", {"name": "mine", "text": SYSTEM})
                 assert status == 201
                 await until_state(world, "mine", ("ready",))
-                await world.until(lambda registry=registry: registry.counters.failures > 0, 10)  # type: ignore[misc]
+                await world.until(lambda registry=registry: registry.counters.failures > 0, 60)  # type: ignore[misc]
                 assert (await call(world, "DELETE", "/v1/prefixes/mine"))[0] == 200
         liar.close()
 
@@ -240,7 +247,7 @@ def test_hints_are_found_until_they_are_withdrawn_expired_or_not_ours(tmp_path: 
         for registry in (a, b):
             registry.start()
         a.learn("gpu", digests[:3], [], now=0.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while a.counters.sent < 3 or not b.is_up:
                 await asyncio.sleep(0.02)
         client = server.client()
@@ -251,17 +258,17 @@ def test_hints_are_found_until_they_are_withdrawn_expired_or_not_ours(tmp_path: 
         client.hset(at, b"e/gpu", signer.write_hint(digests[4], b"e/gpu", now_ms + 1000))  # of another block
         client.hset(at, b"f/gpu", signer.write_hint(digests[3], b"f/gpu", 2**63))  # for ever
         client.set(f"kilburn:hint:{digests[4].hex()}", "a text")
-        await b.fetch(digests, now=1.0)
+        await b.fetch(digests, now=1.0, within_s=60.0)
         assert [b.holders(digest, 1.0) for digest in digests] == [{"a/gpu"}] * 3 + [set()] * 2
         assert a.holders(digests[0], 1.0) == {"gpu"}
         assert b.holders(digests[0], 1e6) == set()
         assert 0 < client.pttl(f"kilburn:hint:{digests[0].hex()}") <= 600_000
         a.learn("gpu", [], digests[:1], now=2.0)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while client.exists(f"kilburn:hint:{digests[0].hex()}"):
                 await asyncio.sleep(0.02)
         assert b.counters.ignored == 2
-        await b.fetch(digests[:1], now=3.0)
+        await b.fetch(digests[:1], now=3.0, within_s=60.0)
         assert b.holders(digests[0], 3.0) == set()  # nor does the asker remember what was withdrawn
         for registry in (a, b):
             await registry.close()
@@ -281,7 +288,7 @@ def test_hints_live_for_as_long_as_the_block_is_held(tmp_path: Path, monkeypatch
         digests = [bytes([i]) * 32 for i in range(200)]
         registry.learn("gpu", digests, [], now=asyncio.get_running_loop().time())
         client, at = server.client(), f"kilburn:hint:{digests[7].hex()}"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not client.exists(at):
                 await asyncio.sleep(0.02)
             client.flushall()
@@ -327,7 +334,7 @@ def test_controllers_are_known_while_they_say_so_and_no_stranger_is(tmp_path: Pa
         client.hset(at, mapping=lies)  # type: ignore[arg-type]
         a.start()
         gateway.start()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while {"a": about} not in heard:
                 await asyncio.sleep(0.02)
             assert all(set(fleet) <= {"a"} for fleet in heard)
@@ -353,7 +360,7 @@ def test_the_word_of_a_deletion_is_not_kept_for_ever(tmp_path: Path) -> None:
             registry.publish(entry)
         registry.start()
         client = server.client()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while client.hkeys("kilburn:names:n") != [signer.field_of("alice", "new")]:
                 await asyncio.sleep(0.02)
         await registry.close()

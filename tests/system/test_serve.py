@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +88,28 @@ def test_64_at_once_answer_as_one_by_one(service: Service) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks_within_a_second(service: Service, stream: bool) -> None:
-    body = {"model": service.model, "prompt": PROMPTS[1], "max_tokens": 1900, "ignore_eos": True, "stream": stream}
-    service.wait_for(lambda: service.owned_blocks() == 0, 5)
-    if stream:
-        with httpx.stream("POST", f"{service.address}/v1/completions", json=body, timeout=30) as response:
-            lines = response.iter_lines()  # held, for the connection is closed when it is collected
-            assert '"choices"' in next(lines)
-            assert service.owned_blocks() > 0
-    else:
-        with httpx.Client(timeout=30) as client:
-            asking = threading.Thread(target=ask_and_be_cut_off, args=(client, service.address, body))
-            asking.start()
-            service.wait_for(lambda: service.owned_blocks() > 0, 10)
-            client.close()
-            asking.join(10)
-    service.wait_for(lambda: service.owned_blocks() == 0, 1)
-
-
-def ask_and_be_cut_off(client: httpx.Client, address: str, body: dict[str, object]) -> None:
-    with pytest.raises(httpx.HTTPError):
-        client.post(f"{address}/v1/completions", json=body, timeout=0.5)
+def test_a_client_that_leaves_frees_its_blocks_long_before_its_answer_would_end(service: Service, stream: bool) -> None:
+    """How many steps that takes at most, tests/api/test_leaving.py counts."""
+    num_tokens = 1900
+    body = {"model": service.model, "prompt": PROMPTS[1], "max_tokens": num_tokens, "ignore_eos": True}
+    service.wait_for(lambda: service.owned_blocks() == 0, 60)
+    before = service.figure("kilburn_output_tokens_total")
+    asking = HTTPConnection(service.address.removeprefix("http://"), timeout=60)
+    asking.request("POST", "/v1/completions", json.dumps(body | {"stream": stream}))
+    with asking.getresponse() if stream else nullcontext() as response:
+        if response is not None:
+            assert b'"choices"' in response.readline()
+        service.wait_for(lambda: service.owned_blocks() > 0, 60)
+        asking.close()
+    service.wait_for(lambda: service.owned_blocks() == 0, 60)
+    assert service.figure("kilburn_output_tokens_total") - before < num_tokens / 2
 
 
 def test_a_port_in_use_is_a_fault_of_port(service: Service, tiny: Path, tmp_path: Path) -> None:
     port = service.address.rpartition(":")[2]
     second = Service(str(tiny), tmp_path, *TINY_FLAGS, f"--port={port}")
     second.start()
-    assert second.process.wait(30) == 2
+    assert second.process.wait(120) == 2
     assert "--port" in second.log
     assert "in use" in second.log
     assert "Traceback" not in second.log
@@ -130,7 +126,7 @@ def test_the_load_generator_measures_it(service: Service, tmp_path: Path) -> Non
     ):
         done = subprocess.run(
             [sys.executable, "bench/serve.py", *common, "--vocabulary", "300", *words],
-            cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         made = json.loads((tmp_path / "out.json").read_text())
@@ -171,21 +167,21 @@ def test_streams_survive_the_death_of_the_worker(service: Service) -> None:
     (worker,) = service.children()
     streaming = threading.Thread(target=stream_all, args=(service, texts, counts))
     streaming.start()
-    service.wait_for(lambda: len(counts) == 8 and min(counts.values()) > 5, 30)
+    service.wait_for(lambda: len(counts) == 8 and min(counts.values()) > 5, 120)
     os.kill(worker, signal.SIGKILL)
     killed_at = dict(counts)
-    service.wait_for(lambda: service.health() == 503, 5)
+    service.wait_for(lambda: service.health() == 503, 30)
     streaming.join(120)
     assert not streaming.is_alive()
     assert texts == undisturbed
-    assert max(killed_at.values()) < max(counts.values()), "the worker died too late to disturb anything"
+    assert sum(killed_at.values()) < sum(counts.values()), "the worker died too late to disturb anything"
     assert service.health() == 200
     assert service.children() != [worker]
     assert f"worker (pid {worker}) was killed by SIGKILL" in service.log
 
 
 def groups_of(service: Service) -> dict[str, dict[str, Any]]:
-    rows = httpx.get(f"{service.address}/admin/groups", timeout=10).json()["data"]
+    rows = httpx.get(f"{service.address}/admin/groups", timeout=60).json()["data"]
     return {row["name"]: row for row in rows}
 
 
@@ -214,7 +210,7 @@ def test_two_groups_share_the_streams_and_lose_none_when_one_is_killed_or_leaves
         assert killed not in service.children()
         # Told to leave: its streams go on with the other, it ends well, and nobody takes its place.
         streaming, texts = streams_over_both(service)
-        assert httpx.post(f"{service.address}/admin/groups/{first}/drain", timeout=10).status_code == 202
+        assert httpx.post(f"{service.address}/admin/groups/{first}/drain", timeout=60).status_code == 202
         streaming.join(120)
         assert texts == undisturbed
         service.wait_for(lambda: len(service.children()) == 1, 60)
@@ -228,10 +224,10 @@ def test_serve_leaves_with_its_parent_where_asked_to(tiny: Path, tmp_path: Path)
     parent = subprocess.Popen([sys.executable, "-c", ORPHANS, *service.command], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     serve = int(parent.stdout.readline())
-    service.wait_for(lambda: children_of(serve), 30)  # the worker: by then it knows its parent
+    service.wait_for(lambda: children_of(serve), 90)  # the worker: by then it knows its parent
     parent.kill()
     parent.wait(10)
-    service.wait_for(lambda: not is_alive(serve), 30)
+    service.wait_for(lambda: not is_alive(serve), 90)
 
 
 def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Path, tmp_path: Path) -> None:
@@ -243,7 +239,7 @@ def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Pa
         (worker,) = killed.children()
         killed.process.kill()
         killed.process.wait(10)
-        killed.wait_for(lambda: not is_alive(worker), 10)
+        killed.wait_for(lambda: not is_alive(worker), 60)
 
     told.wait_until_ready()
     (worker,) = told.children()
@@ -255,7 +251,7 @@ def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Pa
     chunks += list(stream)
     reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
     assert reasons[-1] == "length", "the answer was cut short"
-    assert told.process.wait(20) == 0
+    assert told.process.wait(60) == 0
     assert not is_alive(worker)
     assert "Traceback" not in told.log
     assert "starting another" not in told.log
@@ -264,7 +260,7 @@ def test_ctrl_c_lets_answers_finish_and_a_killed_serve_leaves_no_worker(tiny: Pa
 def test_a_pool_that_cannot_be_had_ends_serve_with_the_setting_to_change(tiny: Path, tmp_path: Path) -> None:
     running = Service(str(tiny), tmp_path, "--device=cpu", "--kv-memory=900TiB")
     running.start()
-    assert running.process.wait(60) == 1
+    assert running.process.wait(120) == 1
     assert "--kv-memory" in running.log
     assert running.log.count("--kv-memory") == 1, "tried again although nothing can have changed"
 

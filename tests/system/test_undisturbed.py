@@ -90,7 +90,7 @@ def all_answers(service: Service) -> list[dict[str, Any]]:
 
 
 def metric(service: Service, name: str, **labels: str) -> float:
-    text = httpx.get(f"{service.address}/metrics", timeout=10).text
+    text = httpx.get(f"{service.address}/metrics", timeout=60).text
     lines = [
         line for line in text.splitlines() if line.startswith((f"kilburn_{name}_total ", f"kilburn_{name}_total{{"))
     ]
