@@ -155,8 +155,8 @@ class Driver:
         except Exception as error:
             # Nothing is known of the engine's state any more: better no process than one that goes quiet.
             log.exception("the engine cannot go on")
+            self._end_with(error)  # first: whatever else fails now, the process ends
             self.streams.cut_short("the server found a fault of its own and stops")
-            self._end_with(error)
         finally:
             self.streams.turn_ended()
             self.names.turn_ended()

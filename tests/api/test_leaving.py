@@ -277,6 +277,21 @@ async def test_an_engine_that_cannot_go_on_leaves_nobody_waiting() -> None:
     driver.close()
 
 
+async def test_an_engine_that_cannot_go_on_ends_the_process_though_its_streams_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(Engine(EngineSettings()), InProcessRegistry(), byte_level(), Salts(b"k" * 32))
+    driver.engine.requests = None  # type: ignore[assignment]  # a bug, as one might be made
+    monkeypatch.setattr(driver.streams, "cut_short", lambda message: 1 // 0)  # and another
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, about: faults.append(about))
+    driver.post(Stop(1, 0))
+    await asyncio.sleep(0)
+    assert isinstance(driver.fatal.exception(), AttributeError)
+    assert [type(about["exception"]) for about in faults] == [ZeroDivisionError]
+    driver.close()
+
+
 async def test_settings_that_cannot_be_had_are_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
