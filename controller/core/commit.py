@@ -32,6 +32,15 @@ class _Said:
         self.scores = {entry.index: entry for entry in result.prompt_logprobs}
         self.of_any = bool(self.unwell or self.logprobs)  # of rows that draw
 
+    @classmethod
+    def of(cls, result: StepResult) -> "_Said":
+        """Of nearly every result, that nothing is said."""
+        is_silent = not (result.failed or result.lost or result.logprobs or result.prompt_logprobs)
+        return _NOTHING if is_silent else cls(result)
+
+
+_NOTHING = _Said(StepResult(0, 0, [], []))
+
 
 class Commit:
     """Takes the results of one worker group. `name` is the group's."""
@@ -48,7 +57,7 @@ class Commit:
             raise Disagreement("a token beyond the vocabulary")
         self._learn(flight, result, effects)
         self._lose(result.lost, effects)
-        said, tokens, num_tokens, at = _Said(result), result.tokens, result.num_tokens, 0
+        said, tokens, num_tokens, at = _Said.of(result), result.tokens, result.num_tokens, 0
         start = flight.num_chunks
         if said.of_any or num_tokens[start:].count(1) != len(num_tokens) - start:
             start = len(num_tokens)

@@ -142,8 +142,8 @@ class Lineup:
     @property
     def num_ahead(self) -> int:
         """Known tokens that are still to be computed here."""
-        running = sum(len(s.tokens) - s.num_computed for group in self.running for s in group.live)
-        return running + sum(len(group.live[0].tokens) for group in self.waiting)
+        running = sum([len(s.tokens) - s.num_computed for s in self.sequences])
+        return running + sum([len(group.live[0].tokens) for group in self.waiting])
 
     def start(self, group: Group, tables: list[BlockTable], computed: list[int], plan_ends: list[int]) -> None:
         """A waiting group begins to run: a row for each of its sequences, and for those still to be forked.

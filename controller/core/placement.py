@@ -81,8 +81,8 @@ def _cost_s(scheduler: Scheduler, group: Group, chain: list[bytes], token_s: flo
     num_found = scheduler.found_tokens(group, chain)
     own = len(first.tokens) - num_found
     answer = min(max(first.limit + 1 - len(first.tokens), 0), ANSWER)
-    over = line.load + group.width - line.max_rows
+    over, ahead = line.load + group.width - line.max_rows, line.num_ahead
     rounds = max(over, 0) / line.max_rows
-    wanted = blocks_for(own + answer * group.width, size) + blocks_for(line.num_ahead, size)
+    wanted = blocks_for(own + answer * group.width, size) + blocks_for(ahead, size)
     short = max(wanted - scheduler.pool.num_available, 0)
-    return (own + line.num_ahead + short * size) * token_s + (1.0 + rounds) * answer * step_s
+    return (own + ahead + short * size) * token_s + (1.0 + rounds) * answer * step_s

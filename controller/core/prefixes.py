@@ -60,18 +60,19 @@ def common_run(a: Listing[int], b: Listing[int]) -> int:
 
 def public_run(tokens: Listing[int], prefixes: Iterable[Prefix]) -> int:
     """How many leading tokens lie inside a public prefix."""
-    tokens = tuple(tokens)
-    return max((common_run(tokens, prefix.tokens) for prefix in prefixes if prefix.is_public), default=0)
+    public = [prefix for prefix in prefixes if prefix.is_public]
+    tokens = tuple(tokens) if public else ()  # a copy, which most servers never need
+    return max((common_run(tokens, prefix.tokens) for prefix in public), default=0)
 
 
 def longest_pin(prompt: Listing[int], salt: bytes, pins: Iterable[PinGroup]) -> tuple[PinGroup | None, int]:
     """Of the pins that a request with this salt may use, the one that shares most with its prompt, and how much."""
-    prompt = tuple(prompt)
+    able = [pin for pin in pins if pin.prefix.serves(salt)]
+    prompt = tuple(prompt) if able else ()
     best: PinGroup | None = None
     run = 0
-    for pin in pins:
-        if pin.prefix.serves(salt):
-            shared = common_run(prompt, pin.prefix.tokens)
-            if shared > run:
-                best, run = pin, shared
+    for pin in able:
+        shared = common_run(prompt, pin.prefix.tokens)
+        if shared > run:
+            best, run = pin, shared
     return best, run

@@ -108,7 +108,8 @@ class Sequence:
 
     @property
     def prompt(self) -> list[int]:
-        return self.tokens[: self.num_prompt]
+        is_all = len(self.tokens) == self.num_prompt  # until it drew something: no need for a copy to look at
+        return self.tokens if is_all else self.tokens[: self.num_prompt]
 
     @property
     def num_generated(self) -> int:
@@ -253,7 +254,8 @@ class Group:
         # With max_tokens 0 nothing is drawn, so there is nothing to fork at: the choices are one result n times.
         self.has_forked = n == 1
         self.num_draws = n  # tokens that a sequence returns when it reaches the end of what it knows
-        sampling = replace(sampling, choose=Draws(0, n))
+        if sampling.choose != (draws := Draws(0, n)):
+            sampling = replace(sampling, choose=draws)
         limit = len(prompt) + max_tokens - 1
         self.live = [Sequence(self, 0, list(prompt), len(prompt), limit, sampling)]
         self.reserved_rows: list[int] = []  # for the sequences that the fork will make

@@ -29,7 +29,7 @@ class QuickWorker:
 
     def __init__(self, seed: int = 0, sure_share: float = 0.0) -> None:
         self._computed: dict[int, int] = {}
-        self._known: dict[int, int] = {}
+        self._left: dict[int, int] = {}  # known tokens that are not computed: with the last of them a row draws
         self._several: dict[int, int] = {}  # rows that return more than one token
         self._candidates: dict[int, int] = {}  # rows of beams
         self._rng, self._sure_share = Random(seed), sure_share
@@ -37,8 +37,8 @@ class QuickWorker:
     def run(self, plan: StepPlan) -> tuple[StepResult, Load]:
         load = Load(num_moved=len(plan.swaps_out) + len(plan.swaps_in), num_copied=len(plan.copies))
         for admit in plan.admits:
-            self._admit(admit.row, admit.start, admit.start + len(admit.tokens), admit.sampling.choose)
-        computed, known, counts = self._computed, self._known, plan.counts
+            self._admit(admit.row, admit.start, len(admit.tokens), admit.sampling.choose)
+        counts = plan.counts
         result = StepResult(plan.lease, plan.step, [], [])
         num_chunks = 0 if counts.count(1) == len(counts) else len(counts)
         while num_chunks and counts[num_chunks - 1] == 1:  # chunks stand first; a chunk may be of one token
@@ -47,23 +47,18 @@ class QuickWorker:
             self._chunk(plan.rows[index], counts[index], load)
             self._draw(index, plan.rows[index], result)
         rows = plan.rows[num_chunks:]
-        cells = 0
-        if not self._several and not self._candidates:  # the common case, without a call for each row
-            for row in rows:
-                computed[row] = after = computed[row] + 1
-                cells += after
-                if after >= known[row]:
-                    known[row] = after + 1
-                    result.num_tokens.append(1)
-                    result.tokens.append(TOKEN)
-                else:
-                    result.num_tokens.append(0)
+        computed, left = self._computed, self._left
+        after = [computed[row] + 1 for row in rows]
+        computed.update(zip(rows, after, strict=True))
+        load.num_rows, load.num_cells = len(rows), sum(after)
+        is_common = not self._several and not self._candidates
+        if is_common and [left[row] for row in rows].count(1) == len(rows):  # nobody draws less, or more
+            result.num_tokens += [1] * len(rows)
+            result.tokens += [TOKEN] * len(rows)
         else:
             for index, row in enumerate(rows, num_chunks):
-                computed[row] += 1
-                cells += computed[row]
+                left[row] -= 1
                 self._draw(index, row, result)
-        load.num_rows, load.num_cells = len(rows), cells
         load.num_sampled = len(result.num_tokens) - result.num_tokens.count(0)
         return result, load
 
@@ -71,10 +66,9 @@ class QuickWorker:
         """Rows that went on by so many tokens each, all of them their own."""
         for row in rows:
             self._computed[row] += num_steps
-            self._known[row] += num_steps
 
-    def _admit(self, row: int, start: int, end: int, choose: object) -> None:
-        self._computed[row], self._known[row] = start, end
+    def _admit(self, row: int, start: int, num_tokens: int, choose: object) -> None:
+        self._computed[row], self._left[row] = start, num_tokens
         self._several.pop(row, None)
         self._candidates.pop(row, None)
         if isinstance(choose, Candidates):
@@ -85,6 +79,7 @@ class QuickWorker:
     def _chunk(self, row: int, count: int, load: Load) -> None:
         start = self._computed[row]
         self._computed[row] = start + count
+        self._left[row] -= count
         load.num_chunks += 1
         load.num_chunk_tokens += count
         load.num_chunk_cells += start
@@ -92,7 +87,7 @@ class QuickWorker:
 
     def _draw(self, index: int, row: int, result: StepResult) -> None:
         """What a row that reached the end of its known tokens returns."""
-        if self._computed[row] < self._known[row]:
+        if self._left[row] > 0:
             result.num_tokens.append(0)
             return
         num_candidates = self._candidates.get(row, 0)
@@ -100,7 +95,7 @@ class QuickWorker:
         result.num_tokens.append(count)
         if not num_candidates:
             result.tokens.extend([TOKEN] * count)
-            self._known[row] += count == 1
+            self._left[row] += count == 1
             return
         ids = [FIRST_ID + i for i in range(count)]
         logprob, logprobs = 0.0, []
