@@ -143,14 +143,13 @@ class Customers:
         for record in self.records.values():
             demand(bool(record.end), "a client was never answered", record.number)
 
-    def check_calm(self, numbers: Sequence[int]) -> None:
+    def check_calm(self, number: int) -> None:
         """Once all is calm, whoever asks is answered, whatever had failed before."""
-        for number in numbers:
-            record = self.records[number]
-            reply = record.reply
-            holds = record.end == "answered" and reply is not None and not reply.refused
-            why = reply.refused if reply is not None else ""
-            demand(holds, f"all is calm, and a client is {record.end}: {why or 'no answer'}", number)
+        record = self.records[number]
+        reply = record.reply
+        holds = record.end == "answered" and reply is not None and not reply.refused
+        why = reply.refused if reply is not None else ""
+        demand(holds, f"all is calm, and a client is {record.end}: {why or 'no answer'}", number)
 
 
 def is_known_ready(members: Sequence[Member], addresses: Sequence[str]) -> bool:

@@ -135,13 +135,10 @@ class Service:
 
         if not self._pass(found_s + PATIENCE_S, is_found):
             raise WorldBroken("all is calm, and a gateway does not know every controller")
-        late = []
-        for number, front in enumerate(fronts):
-            id = FIRST_LATE + number
-            late.append(id)
+        for id, front in enumerate(fronts, FIRST_LATE):  # one after the other: nobody waits behind another
             front.ask(Errand(self.agenda.now, Submit(id, (1,), 1, Sampling(seed=id << 32)), (), ()))
-        self._pass(PATIENCE_S, lambda: not self.customers.waiting())
-        self.customers.check_calm(late)
+            self._pass(PATIENCE_S, lambda: not self.customers.waiting())
+            self.customers.check_calm(id)
 
     def _close(self) -> None:
         """Nobody holds anything for anybody."""
