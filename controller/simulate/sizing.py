@@ -4,8 +4,10 @@ Many groups are dealt to several controllers, each of which has an engine and an
 as behind a balancer that counts; they know nothing of each other, and so run in as many processes as there are cores.
 """
 
+import ctypes
 import gc
 import multiprocessing
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from kilburn.controller.simulate.traces import Asked
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: a signal for when the one who forked ends
 GROUPS_EACH = 8  # worker groups of one controller, where nobody says
 _RESERVATIONS: dict[str, type[Reservation]] = {
     "orca-max": Max,
@@ -196,12 +199,22 @@ def run_all(
 
 
 def _deaf_pool(num_processes: int) -> Pool:
-    """An interrupt from the keyboard goes to all processes; these leave it to the one that ends them."""
+    """An interrupt from the keyboard goes to all processes; these leave it to the one that ends them.
+
+    A pool that is interrupted as it begins may fork one more while it is taken down, of which nobody knows any more.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return multiprocessing.get_context("fork").Pool(num_processes)
+        return multiprocessing.get_context("fork").Pool(num_processes, _ends_with, (os.getpid(),))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _ends_with(parent: int) -> None:
+    """This process, with the one that forked it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _run_share(share: tuple[int, Setup, Sequence[Asked], Watch]) -> tuple[int, Record, Tally]:
