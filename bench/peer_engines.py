@@ -60,7 +60,7 @@ def genai(options: argparse.Namespace) -> Engine:
                         answer["ids"] += output.generated_ids
                     answer["first_s"] = answer["first_s"] or now_s
                     answer["last_s"] = now_s
-                if len(answer["ids"]) >= num_outputs[place]:
+                if running[place].get_status() != openvino_genai.GenerationStatus.RUNNING:
                     del running[place]
         return answers
 

@@ -4,7 +4,9 @@ Beyond loopback API keys are needed; without them only this machine is answered 
 """
 
 import asyncio
+import logging
 import os
+import resource
 import signal
 import ssl
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-from kilburn.controller.api.crowds import Crowd
+from kilburn.controller.api.crowds import SPARE, Crowd
 from kilburn.controller.api.malformed import connection_log, speak_for_ourselves
 from kilburn.controller.auth import KeyFault, Keyring, read_keys
 from kilburn.shared.config import DoorSettings
@@ -21,6 +23,9 @@ from kilburn.shared.keys import SettingError
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 LINGER_S = 10.0  # for the rest of a request that was answered before it was all there
 EVERYWHERE = ("0.0.0.0", "::", "")
+OTHER_FILES = 256  # descriptors of all that is not a client's connection
+
+log = logging.getLogger("kilburn")
 
 
 def keyring_for(host: str, api_key_file: str) -> Keyring:
@@ -39,6 +44,7 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
 
 def runner_of(app: web.Application, settings: DoorSettings, crowd: Crowd) -> web.AppRunner:
     speak_for_ourselves()
+    _have_descriptors(settings.max_connections)
     crowd.watch_all(app)
     return web.AppRunner(
         app,
@@ -51,6 +57,22 @@ def runner_of(app: web.Application, settings: DoorSettings, crowd: Crowd) -> web
         shutdown_timeout=1.0,
         crowd=crowd,
     )
+
+
+def _have_descriptors(num_connections: int) -> None:
+    """As many as this system lets us, of those that so many connections and all else may take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + SPARE + OTHER_FILES if num_connections else hard
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning(
+            "the system allows %d files, fewer than --max-connections %d may take: give %d, or raise ulimit -Hn",
+            hard,
+            num_connections,
+            max(hard - SPARE - OTHER_FILES, 1),
+        )
 
 
 def tls_of(certificate: str, key: str) -> ssl.SSLContext | None:

@@ -6,15 +6,17 @@
 
 A connection takes a descriptor of this process and some memory, and nobody needs a key to have one: without an end to
 their number whoever reaches the port can take them all, and with them the files and workers that need one. Whoever is
-connected already stays. A client that sends nothing at all is disconnected as any other is (senders.py).
+connected already stays. A client that sends nothing at all is disconnected as any other is (senders.py). With TLS a
+connection counts once its handshake is done; asyncio ends one that takes more than a minute.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from kilburn.controller.api.errors import TOO_MANY_CONNECTIONS, ApiError, Handler
+from kilburn.controller.api.errors import TOO_MANY_CONNECTIONS, ApiError, Handler, response
 
 SPARE = 64  # for those who look whether all is well
 LOOKS = frozenset({"/health", "/live", "/metrics", "/ready"})
@@ -32,27 +34,35 @@ class Crowd:
         self._num_connected += 1
         if 0 < self._most < self._num_connected:
             self._beyond.add(connection)
-            if self._num_connected > self._most + SPARE:
+            transport = connection.transport
+            if self._num_connected > self._most + SPARE and isinstance(transport, asyncio.Transport):
                 self._on_refused()
                 connection.force_close()
+                transport.abort()  # at once: with TLS, closing would wait for an answer
 
     def leaves(self, connection: RequestHandler) -> None:
         self._num_connected -= 1
         self._beyond.discard(connection)
 
+    def _is_beyond(self, connection: RequestHandler) -> bool:
+        if self._num_connected <= self._most:  # others have left since it came
+            self._beyond.discard(connection)
+        return connection in self._beyond
+
     def watch_all(self, app: web.Application) -> None:
-        """Requests to this application."""
+        """Requests to this application, before anything else looks at them."""
 
         @web.middleware
         async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-            if request.protocol not in self._beyond:
+            if not self._is_beyond(request.protocol):
                 return await handler(request)
-            if request.path not in LOOKS:
+            if request.path in LOOKS:
+                answer = await handler(request)
+            else:
                 self._on_refused()
                 said = f"{self._most} clients are connected, as many as may be (--max-connections)"
-                raise ApiError(503, said, code=TOO_MANY_CONNECTIONS)
-            answer = await handler(request)
+                answer = response(ApiError(503, said, code=TOO_MANY_CONNECTIONS), request)
             answer.force_close()
             return answer
 
-        app.middlewares.append(admit)
+        app.middlewares.insert(0, admit)

@@ -69,8 +69,7 @@ def refusal(refused: Refused) -> ApiError:
 
 
 TOO_MANY_CONNECTIONS = "too_many_connections"
-# Of a 503: never begun, no failure.
-NOT_TAKEN = {code for status, code in _STATUS.values() if status == 503} | {TOO_MANY_CONNECTIONS}
+NOT_TAKEN = {code for status, code in _STATUS.values() if status == 503}  # of a 503: never begun, no failure
 OTHER_REFUSAL = "invalid_request"  # of a field, say, whose name is in the message
 
 
@@ -127,7 +126,7 @@ def response(error: ApiError, request: web.Request) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     text = encoded_for_anthropic(error) if is_anthropics(request) else encoded(error)
     answer = web.Response(text=text, status=error.status, content_type="application/json", headers=headers)
-    if error.code in ("request_incomplete", TOO_MANY_CONNECTIONS):  # its rest may still be on its way
+    if error.code == "request_incomplete":  # its rest may still be on its way
         answer.force_close()
     return answer
 

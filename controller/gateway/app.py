@@ -84,10 +84,14 @@ async def running_gateway(settings: GatewaySettings) -> AsyncIterator[RunningGat
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     lines = partial(watched_socket, lost_s=settings.lost_seconds)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S, socket_factory=lines)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES) as session:
+    async with (
+        aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=LINE_BYTES) as session,
+        # Their connections are kept, so that a controller with as many clients as it may have still answers them.
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as probes,
+    ):
 
         async def probe(address: str) -> bool:
-            async with session.get(f"{address}/ready") as response:
+            async with probes.get(f"{address}/ready") as response:
                 return response.status == 200
 
         addresses = [url.strip().rstrip("/") for url in settings.controllers.split(",") if url.strip()]

@@ -66,11 +66,12 @@ class Fleet(Roster):
 
     async def _look(self, member: Member) -> None:
         self._asked.add(member.address)
+        sent_at = _now()
         try:
             async with asyncio.timeout(min(self.lost_s, PATIENCE_S)):
                 is_ready = await self._probe(member.address)
         except (aiohttp.ClientError, OSError, ValueError):  # TimeoutError is an OSError; what answers may be anything
-            self.unanswered(member, _now())
+            self.unanswered(member, sent_at, _now())
         else:
             self.answered(member, is_ready, _now())
         finally:

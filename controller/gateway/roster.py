@@ -4,11 +4,11 @@
     registry ---------+--> Member <-- what it says   among equals by cost = tokens to compute
                                       to probes                              + REQUEST_TOKENS for each request there
 
-A member that answers no probe for `lost_s` is lost: what has been under way with it for as long is broken off, so that
-clients are told, rather than wait for a machine that is gone. What began later may be with a process that took its
-place after the probe was sent; the next one tells. A process that dies breaks its connections itself, sooner. What the
-registry told is remembered while the registry is silent; a member that is lost, that nobody names and that works on
-nothing is forgotten.
+A member that answers no probe for `lost_s` is lost: what was under way with it when the last of these was sent is
+broken off, so that clients are told, rather than wait for a machine that is gone. What began later may be with a
+process that has taken its place since; the next probe tells. A process that dies breaks its connections itself, sooner.
+What the registry told is remembered while the registry is silent; a member that is lost, that nobody names and that
+works on nothing is forgotten.
 
 Costs are in tokens, since that is what a hit saves. Requests that this gateway has under way with a member are counted
 here; those of other gateways come by the member's own word, a second or so old. Among equal costs members take turns.
@@ -123,13 +123,13 @@ class Roster:
         member.heard_at = now
         member.state = State.READY if is_ready else State.UNREADY
 
-    def unanswered(self, member: Member, now: float) -> None:
+    def unanswered(self, member: Member, sent_at: float, now: float) -> None:
         """A probe. A member that is lost stays so until it answers one."""
         if now - member.heard_at < self.lost_s and member.state is not State.LOST:
             member.state = State.UNREADY
             return
         member.state = State.LOST
-        broken = {number: work for number, work in member.under_way.items() if now - work.began_at >= self.lost_s}
+        broken = {number: work for number, work in member.under_way.items() if work.began_at <= sent_at}
         member.num_lost += len(broken)
         for number, work in broken.items():
             self.ends(member, number)

@@ -83,13 +83,13 @@ class Front:
     def _probe(self, member: Member) -> None:
         network = self.network
         machine, site = network.site_at(member.address)
-        patience_s = min(self.roster.lost_s, PATIENCE_S)
+        patience_s, sent_at = min(self.roster.lost_s, PATIENCE_S), network.now
         there = f"site{machine}"
         at_s = network.arrival_s(self.name, there)
         if machine in network.silent or at_s - network.now > patience_s:
-            self._again(patience_s, lambda: self.roster.unanswered(member, network.now))
+            self._again(patience_s, lambda: self.roster.unanswered(member, sent_at, network.now))
         elif site is None:
-            network.later(at_s, lambda: self.roster.unanswered(member, network.now))
+            network.later(at_s, lambda: self.roster.unanswered(member, sent_at, network.now))
         else:
             is_ready = site.is_ready
             network.later(at_s, lambda: self.roster.answered(member, is_ready, network.now))

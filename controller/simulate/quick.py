@@ -135,7 +135,7 @@ class QuickIndex(PrefixIndex):
         size, at, width, grows = self._block_size, start + 1, 32, True
         while width and at < end:
             ahead = tokens[at * size : min(at + width, end) * size]
-            is_alike = ahead.count(token) == len(ahead)
+            is_alike = bool(ahead) and ahead.count(token) == len(ahead)
             at += len(ahead) // size if is_alike else 0
             grows = grows and is_alike
             width = 2 * width if grows else width // 2

@@ -400,10 +400,10 @@ def test_who_has_taken_a_lost_members_place_keeps_what_it_was_asked_since() -> N
     fleet.begins(member, lambda: broken.append("of the one before"), 1.5)
     fleet.begins(member, lambda: broken.append("of the one who came"), 3.2)
     fleet.heard({}, 3.5)  # it has not announced itself yet
-    fleet.unanswered(member, 4.0)
+    fleet.unanswered(member, 3.0, 4.0)
     assert (broken, member.state, member.num_lost) == (["of the one before"], State.LOST, 1)
     assert fleet.members == [member]
-    fleet.unanswered(member, 5.2)  # so there was nobody
+    fleet.unanswered(member, 4.0, 4.1)  # so there was nobody
     assert broken == ["of the one before", "of the one who came"]
     assert not fleet.members
 
