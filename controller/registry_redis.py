@@ -134,7 +134,8 @@ class RedisRegistry:
             if not self._hints and not self._names:
                 self._work.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._work.wait(), NAMES_S)
+                    async with asyncio.timeout(NAMES_S):  # of Python 3.11, wait_for may swallow a cancellation
+                        await self._work.wait()
 
     def _failed(self, error: Exception) -> None:
         self.counters.failures += 1
