@@ -8,7 +8,6 @@ sent a signal, by its number; the kernel ends all of it if this process is kille
 """
 
 import asyncio
-import ctypes
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.chaos_proxy import Wire
 from bench.ports import free_port
+from kilburn.controller.simulate.orphans import end_with
 
-PR_SET_PDEATHSIG = 1
 RESTART_S = 0.3
 FAKE = "fake"
 # Short patience, so that a minute holds many losses.
@@ -36,7 +36,6 @@ WORKER_FLAGS = (
     *("--device=cpu", "--dtype=float32", "--threads=1", "--max-rows=16"),
     *("--num-blocks=192", "--host-pool=4MiB", "--verify-swap"),
 )
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -69,7 +68,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | self.environment,
-                preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+                preexec_fn=partial(end_with, os.getpid()),
             )
 
     def send(self, number: signal.Signals) -> None:

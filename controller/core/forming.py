@@ -11,8 +11,6 @@ Entries are looked at when they are asked for: one whose block is there, or whos
 none. They are cleared away once they are most of what is here.
 """
 
-from itertools import repeat
-
 from kilburn.controller.core.sequence import Sequence, State
 
 
@@ -36,12 +34,10 @@ class Forming:
         """A sequence runs, and will fill its blocks number [first, end), whose names are in its chain."""
         names = filler.chain[first:end]
         if len(self._fillers) + len(names) > self._most:
-            alive = State.RUNNING  # is_filling, without a call for each
-            fillers = self._fillers.items()
-            self._fillers = {n: (by, to) for n, (by, to) in fillers if by.state is alive and by.num_computed < to}
+            self._fillers = {name: entry for name, entry in self._fillers.items() if is_filling(*entry)}
             self._most = 1024 + 2 * len(self._fillers) + len(names)
-        ends = range((first + 1) * self._block_size, (end + 1) * self._block_size, self._block_size)
-        self._fillers.update(zip(names, zip(repeat(filler), ends, strict=False), strict=True))
+        for i, name in enumerate(names, start=first + 1):
+            self._fillers[name] = (filler, i * self._block_size)
 
     def filler_of(self, name: bytes) -> Sequence | None:
         """Who is filling the block of this name; None: nobody."""

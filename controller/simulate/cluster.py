@@ -29,7 +29,6 @@ from kilburn.controller.core.events import (
     Send,
     Started,
     Submit,
-    Turned,
 )
 from kilburn.controller.core.settings import EngineSettings
 from kilburn.controller.core.snapshot import Snapshot
@@ -182,9 +181,7 @@ class Cluster:
         """Whether somebody ended, so that a gate may open."""
         record, now, has_ended = self.record, self.now, False
         for effect in effects:
-            if isinstance(effect, Turned):
-                pass  # nobody follows requests here
-            elif isinstance(effect, Emit):
+            if isinstance(effect, Emit):
                 record.emitted_by(effect.request_ids, now)
             elif isinstance(effect, Send):
                 self._send(effect)

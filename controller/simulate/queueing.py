@@ -26,8 +26,8 @@ class Queueing:
         self._overtaken: dict[int, int] = {}  # request -> the step in which it first was
         self._slack = scenario.depth  # plans that a turn may bring
         # Nothing but the line decides: one worker group that never fails or leaves, and only requests in its pool.
-        is_plain = scenario.faults == Faults() and not scenario.pins and len(scenario.hellos) == 1
-        is_plain = is_plain and not scenario.upheaval.retires
+        is_sound = scenario.faults == Faults() and not scenario.upheaval.retires
+        is_plain = is_sound and not scenario.pins and len(scenario.hellos) == 1
         self._is_strict = is_plain and scenario.shutdown_s is None and not scenario.is_fair
 
     def submitted(self, submit: Submit, now: float) -> None:

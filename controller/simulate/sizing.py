@@ -4,7 +4,6 @@ Many groups are dealt to several controllers, each of which has an engine and an
 as behind a balancer that counts; they know nothing of each other, and so run in as many processes as there are cores.
 """
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -22,6 +21,7 @@ from kilburn.controller.core.snapshot import Snapshot
 from kilburn.controller.simulate.cluster import FOREVER_S, LATEST_S, Cluster, Timed, Worker
 from kilburn.controller.simulate.demand import Decoding, submits
 from kilburn.controller.simulate.gates import Batched, Gate, Open, Reserved
+from kilburn.controller.simulate.orphans import end_with
 from kilburn.controller.simulate.record import Record
 from kilburn.controller.simulate.reservations import Max, Oracle, Pow2, Reservation
 from kilburn.controller.simulate.roofline import Machine
@@ -29,7 +29,6 @@ from kilburn.controller.simulate.traces import Asked
 from kilburn.shared.layout import KVLayout, blocks_for
 from kilburn.shared.messages import Hello
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: a signal for when the one who forked ends
 GROUPS_EACH = 8  # worker groups of one controller, where nobody says
 _RESERVATIONS: dict[str, type[Reservation]] = {
     "orca-max": Max,
@@ -205,16 +204,9 @@ def _deaf_pool(num_processes: int) -> Pool:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return multiprocessing.get_context("fork").Pool(num_processes, _ends_with, (os.getpid(),))
+        return multiprocessing.get_context("fork").Pool(num_processes, end_with, (os.getpid(),))
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _ends_with(parent: int) -> None:
-    """This process, with the one that forked it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _run_share(share: tuple[int, Setup, Sequence[Asked], Watch]) -> tuple[int, Record, Tally]:
