@@ -303,7 +303,8 @@ async def drain(driver: Driver, seconds: float, hurry: asyncio.Event) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while driver.streams.num_open and not hurry.is_set() and asyncio.get_running_loop().time() < deadline:
         with suppress(TimeoutError):
-            await asyncio.wait_for(hurry.wait(), 0.02)
+            async with asyncio.timeout(0.02):
+                await hurry.wait()
     if driver.streams.num_open:
         log.info("%d requests were cut short", driver.streams.num_open)
     driver.streams.cut_short("the server is shutting down")

@@ -134,7 +134,7 @@ class RedisRegistry:
             if not self._hints and not self._names:
                 self._work.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(NAMES_S):  # of Python 3.11, wait_for may swallow a cancellation
+                    async with asyncio.timeout(NAMES_S):  # not wait_for: of Python 3.11, it may swallow a cancellation
                         await self._work.wait()
 
     def _failed(self, error: Exception) -> None:

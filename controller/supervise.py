@@ -115,7 +115,8 @@ class Supervisor:
             return
         _ask_to_leave(process)
         try:
-            await asyncio.wait_for(process.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await process.wait()
         except TimeoutError:
             self._say(f"worker (pid {process.pid}) did not leave within {grace_s:g} s and is killed")
             with suppress(ProcessLookupError):

@@ -369,6 +369,20 @@ def test_the_word_of_a_deletion_is_not_kept_for_ever(tmp_path: Path) -> None:
         run(test)
 
 
+def test_what_there_is_to_say_at_the_end_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+    async def test() -> None:
+        registry = RedisRegistry(connector(server.url), EntrySigner(KEY, b""), "n", "a")
+        registry.start()
+        async with asyncio.timeout(60):
+            while not registry._work._waiters:  # type: ignore[attr-defined]  # it waits for something to send
+                await asyncio.sleep(0.01)
+            registry.learn("gpu", [], [b"d" * 32], now=1.0)  # in the turn in which it is told to end
+            await registry.close()
+
+    with RedisServer(tmp_path) as server:
+        run(test)
+
+
 def test_what_is_to_be_sent_is_bounded() -> None:
     async def test() -> None:
         registry = RedisRegistry(connector("redis://127.0.0.1:1"), EntrySigner(KEY, b""), "n", "a")
