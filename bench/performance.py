@@ -33,7 +33,7 @@ def peers(made: dict[str, Any]) -> str:
 
     read = statistics.median(one["read_bytes_per_s"] for one in made["limits"]) / 1e9
     flops = statistics.median(one["flops_per_s"] for one in made["limits"]) / 1e9
-    text = f"Of the machine, in the same run: read {read:.1f} GB/s, products {flops:.0f} GFLOP/s.\n"
+    text = f"Of the machine, in the same runs: read {read:.1f} GB/s, products {flops:.0f} GFLOP/s.\n"
     for name, sides in made["turns"].items():
         load = WORKLOADS[name]
         turns = {side: [Turn(**turn) for turn in own] for side, own in sides.items()}

@@ -44,7 +44,7 @@ def keyring_for(host: str, api_key_file: str) -> Keyring:
 
 def runner_of(app: web.Application, settings: DoorSettings, crowd: Crowd) -> web.AppRunner:
     speak_for_ourselves()
-    _have_descriptors(settings.max_connections)
+    have_descriptors(settings.max_connections)
     crowd.watch_all(app)
     return web.AppRunner(
         app,
@@ -59,10 +59,13 @@ def runner_of(app: web.Application, settings: DoorSettings, crowd: Crowd) -> web
     )
 
 
-def _have_descriptors(num_connections: int) -> None:
-    """As many as this system lets us, of those that so many connections and all else may take."""
+def have_descriptors(num_connections: int) -> None:
+    """As many as this system lets us, of those that so many connections (0: any number) and all else may take.
+
+    For each client a gateway has another connection, to the controller that answers it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + SPARE + OTHER_FILES if num_connections else hard
+    wanted = 2 * num_connections + SPARE + OTHER_FILES if num_connections else hard
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -71,7 +74,7 @@ def _have_descriptors(num_connections: int) -> None:
             "the system allows %d files, fewer than --max-connections %d may take: give %d, or raise ulimit -Hn",
             hard,
             num_connections,
-            max(hard - SPARE - OTHER_FILES, 1),
+            max((hard - SPARE - OTHER_FILES) // 2, 1),
         )
 
 

@@ -19,7 +19,7 @@ from aiohttp.web_protocol import RequestHandler
 from kilburn.controller.api.errors import TOO_MANY_CONNECTIONS, ApiError, Handler, response
 
 SPARE = 64  # for those who look whether all is well
-LOOKS = frozenset({"/health", "/live", "/metrics", "/ready"})
+PROBES = frozenset({"/health", "/live", "/metrics", "/ready"})
 
 
 class Crowd:
@@ -56,7 +56,7 @@ class Crowd:
         async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
             if not self._is_beyond(request.protocol):
                 return await handler(request)
-            if request.path in LOOKS:
+            if request.path in PROBES:
                 answer = await handler(request)
             else:
                 self._on_refused()

@@ -81,7 +81,7 @@ from kilburn.kernels.cpu.vectors import (
 )
 
 PAIR_BYTES = 2 * INT8_PANEL  # of a panel, for two positions of `in`
-LAST_ROWS = 16  # of a panel's rows, in whose turns the next panel is asked for
+LAST_ROWS = 16  # of a panel's rows, in whose turns the next panel is asked for; in those beyond whole fours, too
 OUT_BYTES = 4 * INT8_PANEL  # of a row's outputs of a panel, and of their scales
 MAGNITUDE = np.int32(
     0x7FFFFFFF

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -77,3 +79,18 @@ async def test_who_is_one_too_many_is_told_so_and_probes_and_figures_are_answere
                     with contextlib.suppress(ConnectionResetError):
                         answer = await told(url, LIVE.replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n"))
                     await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("hard", "allowed", "told"),
+    [(9000, 2 * 4096 + 64 + 256, ""), (1000, 1000, "--max-connections 4096 may take: give 340, or raise ulimit -Hn")],
+)
+def test_as_many_files_may_be_open_as_clients_may_come(hard: int, allowed: int, told: str) -> None:
+    code = (
+        "import resource as r; from kilburn.controller.listening import have_descriptors as have;"
+        f"r.setrlimit(r.RLIMIT_NOFILE, (200, {hard})); have(4096); print(r.getrlimit(r.RLIMIT_NOFILE))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str((allowed, hard))
+    assert told in ended.stderr
+    assert bool(told) == bool(ended.stderr)
