@@ -93,7 +93,8 @@ async def test_requests_go_where_their_beginning_is_computed(tmp_path: Path, mon
         async with AsyncExitStack() as stack:
             a, b = [await stack.enter_async_context(served(tmp_path / name, settings=shared)) for name in "ab"]
             gateway, client = await stack.enter_async_context(fronted(tmp_path / "g", [], **shared))
-            await settle(gateway, 2)  # both announced themselves
+            await settle(gateway, 2)  # both announced themselves, and then how they name blocks: at first nobody knows
+            await until(lambda: all(m.about is not None and m.about.block_sizes for m in gateway.fleet.members))
 
             async def cached(key: str, path: str, body: Any, of: World | Client = client) -> int:
                 whole = (await Client(of.url, client.session).ask(path, body, Authorization=f"Bearer {key}"))[1]
